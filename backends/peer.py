@@ -193,8 +193,8 @@ class PeerBackend:
         """Return which other hosts have an object, and its size there.
 
         Raises:
-            ObjectNotFoundError: none has it.
-            StorageError: none has it, and one did not answer.
+            ObjectNotFoundError: no host has it.
+            StorageError: no host has it, and one did not answer.
         """
         answers = await _on_all([partial(memory.stat, key) for memory in self._others])
         found = zip(self._others, answers, strict=True)

@@ -41,7 +41,7 @@ class Skips(msgspec.Struct, frozen=True):
 
 
 def read_skips(own: Mapping[str, Any]) -> tuple[int, Skips]:
-    """Return position and skips in the state of a data-parallel rank; none in that of an earlier version.
+    """Return position and skips in the state of a data-parallel rank; empty in that of an earlier version.
 
     Raises:
         UsageError: it is not the state of a loader.

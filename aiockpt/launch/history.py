@@ -48,7 +48,7 @@ class NodeAttempt(msgspec.Struct, kw_only=True):
     Attributes:
         began_s: seconds since 1970; *lasted_s* since then, to its failure or its end.
         world_size: of this start.
-        first_step, last_step: -1 for none.
+        first_step, last_step: -1 before the first.
         notice_s: from the last progress to the notice of what ended it.
         decide_s: from the last progress to its end: for a hang later than the notice.
         restart_s: from its end to the start of the next trainers.
@@ -141,7 +141,7 @@ class Timeline:
 
 
 def close_attempt(attempt: NodeAttempt, timeline: Timeline, next_step: int | None = None) -> None:
-    """Note what an attempt was worth, when *next_step* is the first that the next one trains; None: there is none yet."""
+    """Note what an attempt was worth, when *next_step* is the first that the next one trains; None: it has not begun."""
     attempt.counted_s, attempt.lost_s = timeline.counted(next_step)
     attempt.lost_steps = 0 if next_step is None else max(timeline.last[0] - next_step + 1, 0)
 

@@ -17,7 +17,7 @@ _DOING = {"train": "after", "save": "in the save of", "load": "in a load after",
 
 
 def find_behind(records: Mapping[int, ProgressRecord], samples: Mapping[int, StackSample]) -> tuple[int, ...]:
-    """Return the ranks that the others wait for; none where all look alike.
+    """Return the ranks that the others wait for; empty where all look alike.
 
     Those are behind in step; else those that wait for no other, where others do; else those at a place of their own.
     """

@@ -49,7 +49,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         pid: of the process.
         thread: the identity of its training thread, as `faulthandler` prints it.
-        step: the last one, at first that which was loaded; -1 for none.
+        step: the last one, at first that which was loaded; -1 before the first.
         steps: how many steps this process has told of; each number counts when it changes.
         stage: of `STAGES`: what the training thread does.
         step_s: when the last step came.
@@ -97,7 +97,7 @@ class ProgressWriter:
 
     @property
     def observers(self) -> tuple[ProgressWriter, ...]:
-        """Itself, where it has somebody to tell."""
+        """Itself, under a launcher."""
         return () if self._memory is None else (self,)
 
     def mark(self, stage: str, step: int = -1) -> None:

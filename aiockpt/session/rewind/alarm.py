@@ -98,13 +98,13 @@ class MetricWatch:
         self._window = None if policy.spike is None else LossWindow(policy.spike, policy.window)
         self._pending: deque[tuple[int, str, torch.Tensor, DeviceEvent]] = deque()
 
-    def look_at(self, step: int, metrics: Mapping[str, Any], *, now: bool) -> Alarm | None:
+    def judge(self, step: int, metrics: Mapping[str, Any], *, now: bool) -> Alarm | None:
         """Return the first bad step that is known.
 
         Args:
             now: whether all metrics must be known, as those of a step that is saved.
         """
-        alarm = self._look_at_pending(wait=now) if self._pending else None
+        alarm = self._judge_pending(wait=now) if self._pending else None
         for name in self._policy.names:
             value = metrics.get(name)
             if value is None or alarm is not None:
@@ -117,7 +117,7 @@ class MetricWatch:
                 self._pending.append((step, name, copied, self._accelerator().now(device)))
         return alarm
 
-    def _look_at_pending(self, *, wait: bool) -> Alarm | None:
+    def _judge_pending(self, *, wait: bool) -> Alarm | None:
         while self._pending and (wait or self._pending[0][3].done()):
             step, name, copied, event = self._pending.popleft()
             event.wait(math.inf if wait else 0.0)

@@ -69,7 +69,7 @@ class CallDecision(msgspec.Struct, frozen=True):
 
 
 class GoodStep(msgspec.Struct, frozen=True):
-    """Rank 0's note: the bad step, and the one to load, with the metrics it was saved with; or why there is none."""
+    """Rank 0's note: the bad step, and the one to load, with the metrics it was saved with; or why it is not known."""
 
     alarm: Alarm
     step: int = -1
@@ -138,7 +138,7 @@ class Rewinder:
 
     def refusal(self, step: int) -> BadStepError | None:
         """Return why this rank must not take part in a save now; None where nothing is bad. On the training thread."""
-        if self.alarm is None and (alarm := self._watch.look_at(step, {}, now=True)) is not None:
+        if self.alarm is None and (alarm := self._watch.judge(step, {}, now=True)) is not None:
             self._raise(alarm)
         alarm = self.alarm
         if alarm is None:
@@ -178,7 +178,7 @@ class Rewinder:
         self.note_position(step, state)
         if self._notes is not None:
             self._notes.begin()
-        self._look_at(request, due=due)
+        self._judge(request, due=due)
         with self._lock:
             if not self._waits:
                 self._calls += 1
@@ -190,7 +190,7 @@ class Rewinder:
         if loaders := self._loaders_in(state):
             self._positions.append((step, tuple([loader.position for loader in loaders])))
 
-    def _look_at(self, request: SaveRequest, *, due: bool) -> None:
+    def _judge(self, request: SaveRequest, *, due: bool) -> None:
         asked, self._asked = self._asked, None
         if asked is not None:
             step = asked.step if 0 <= asked.step < request.step else request.step
@@ -202,7 +202,7 @@ class Rewinder:
                 "Rewind looks at the metrics %s, and advance() has %s: name the loss, as in Rewind(loss='train_loss')",
                 *(", ".join(map(repr, self.policy.names)), ", ".join(map(repr, metrics))),
             )
-        alarm = self._watch.look_at(request.step, metrics, now=due)
+        alarm = self._watch.judge(request.step, metrics, now=due)
         if alarm is not None:
             self._raise(alarm)
 

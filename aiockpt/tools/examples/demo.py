@@ -5,7 +5,7 @@
 The *reference* never saves and is never interrupted. The *killed* run saves every few steps and dies by SIGKILL in the
 middle of a save. Started again it is *resumed*, and every loss must be the reference's, bit by bit. With ``--elastic`` it
 is killed three times, and goes on with other ranks and another parallelism. Read `train_sync`, `train_async` and
-`train_elastic` to see how a training loop uses aiockpt; this module only runs them.
+`train_elastic` to see how a training loop uses aiockpt; this module only runs them. ``--recovery`` is in `recovery`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -59,6 +60,12 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     elastic: bool = False
     json: bool = False
     size: GPTSize | None = None
+    is_kept: ClassVar[bool] = False
+    look: ClassVar[str] = f"aiockpt ls {{}}/{CHECKPOINTS}"
+
+    def run(self, folder: Path, say: Callable[[str], object]) -> int:
+        """Run all phases."""
+        return conclude(self, *run_phases(self, folder, say), say)
 
     def check(self) -> None:
         """Raise DemoError where the options leave no save to die in, with a committed one before it."""
@@ -89,23 +96,50 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def run_demo(options: DemoOptions) -> int:
-    """Run the demo, print what it shows, and return its exit status. Only a failure keeps a temporary folder."""
-    say = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+class Demo(Protocol):
+    """A demo, by its options.
+
+    Attributes:
+        dir: the folder that it works in; None: a temporary one.
+        json: only its result goes to stdout.
+        is_kept: whether a temporary folder is kept although all went well.
+        look: the command that shows what is in the folder, whose path replaces ``{}``.
+    """
+
+    is_kept: ClassVar[bool]
+    look: ClassVar[str]
+
+    @property
+    def dir(self) -> Path | None: ...
+
+    @property
+    def json(self) -> bool: ...
+
+    def check(self) -> None:
+        """Raise DemoError where the options fit nothing."""
+
+    def run(self, folder: Path, say: Callable[[str], object]) -> int:
+        """Run it in *folder*, print what it shows, and return the exit status."""
+        ...
+
+
+def run_demo(demo: Demo) -> int:
+    """Run a demo, and return its exit status."""
+    say = partial(print, file=sys.stderr if demo.json else sys.stdout, flush=True)
     folder, status = None, FAILED
     try:
-        options.check()
-        folder = make_work_folder(options.dir)
+        demo.check()
+        folder = make_work_folder(demo.dir)
         with ended_by_signals():
-            status = conclude(options, *run_phases(options, folder, say), say)
+            status = demo.run(folder, say)
     except DemoError as error:
         say(f"demo: {error}")
     except Interrupted as interruption:
         status = BY_SIGNAL + interruption.number
-    if folder is not None and options.dir is None and (status == EXACT or status > BY_SIGNAL):
+    if folder is not None and demo.dir is None and ((status == EXACT and not demo.is_kept) or status > BY_SIGNAL):
         shutil.rmtree(folder)
     elif folder is not None:
-        say(f"Everything is in {folder}; look at it: aiockpt ls {folder / CHECKPOINTS}")
+        say(f"Everything is in {folder}; look at it: {demo.look.format(folder)}")
     return status
 
 

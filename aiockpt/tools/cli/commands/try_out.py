@@ -87,22 +87,31 @@ def demo(
     folder: Annotated[
         Path | None, option("A new folder to save in, which is kept. Default: a temporary one here.", "FOLDER", "--dir")
     ] = None,
-    steps: Annotated[int, option("Training steps.", "N")] = 60,
+    steps: Annotated[int | None, option("Training steps (default 60; 120 with --recovery).", "N", min=1)] = None,
     every: Annotated[int, option("Save every N steps.", "N")] = 5,
     lazy: Annotated[bool, flag("Take lazy snapshots (copied beside training). Not with --elastic.", "--lazy")] = False,
     keep: Annotated[int | None, option("Keep the last N checkpoints (default 3). Not with --elastic.", "N")] = None,
     asynchronous: Annotated[bool, flag("Use the async trainer. Not with --elastic.", "--async")] = False,
     elastic: Annotated[bool, flag("Resume on other numbers of ranks: 2, 2, 1 and 4 processes.", "--elastic")] = False,
+    recovery: Annotated[
+        bool, flag("4 hosts of 2 ranks: a number, a disk, a process, a thread and a host fail.", "--recovery")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a small GPT with checkpoints, kill it in the middle of a save, resume it, and show the cost."""
     from aiockpt.tools.examples.demo import DemoOptions, run_demo
+    from aiockpt.tools.examples.recovery import RecoveryOptions
 
-    if elastic and (asynchronous or lazy or keep is not None):
-        refused = "--async" if asynchronous else "--lazy" if lazy else "--keep"
+    given = {"--async": asynchronous, "--lazy": lazy, "--keep": keep is not None, "--elastic": elastic}
+    refused = next((name for name, is_given in given.items() if is_given), None)
+    if recovery:
+        if refused is not None:
+            raise UsageError(f"--recovery has no {refused}: its trainer is train_recovering.py")
+        raise typer.Exit(run_demo(RecoveryOptions(steps=steps or 120, dir=folder, json=as_json)))
+    if elastic and refused != "--elastic":
         raise UsageError(f"--elastic has no {refused}: its trainer is train_elastic.py")
     options = DemoOptions(
-        steps=steps,
+        steps=steps or 60,
         every=every,
         lazy=lazy,
         keep=3 if keep is None else keep,

@@ -1,0 +1,132 @@
+"""One rank of the recovery demo: `train_recovering`, with faults on request, and each event as a line of a file.
+
+A fault is a file of the folder `FAULTS`, made by the demo; its text is the number of a rank. The arithmetic is reproducible
+bit by bit.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, distributed
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.peer import PeerBackend
+from aiockpt.errors import from_os_error
+from aiockpt.events import Event, Loaded, Opened, Promoted, PromotionFailed, Rewound
+from aiockpt.monitor.heartbeat import Heartbeat
+from aiockpt.monitor.trace import TraceFile
+from aiockpt.storage.forwarding import BackendCall, Forwarding
+from aiockpt.tools.examples import train_recovering
+from aiockpt.tools.examples.child import StepDone
+from aiockpt.tools.examples.gpt import GPT, GPTSize
+
+SIZE = GPTSize(layers=2, width=32, heads=2, context=32, batch=2, dropout=0.0)
+RUN, EVENTS, FAULTS, DISK = "run", "events.jsonl", "faults", "disk"
+WRITES = ("create", "put", "put_new", "upload.write")
+RankEvent = StepDone | Opened | Loaded | Promoted | PromotionFailed | Rewound
+
+
+class RecoveryJob(msgspec.Struct, frozen=True):
+    """The job of each rank of a host.
+
+    Attributes:
+        folder: of the demo.
+        memory: of this host.
+        host: its number, among all that there ever were.
+        steps: of the optimizer; a copy is on the disk after *every* of them.
+    """
+
+    folder: str
+    memory: str
+    host: int
+    steps: int
+    every: int = 10
+
+
+class EventLines:
+    """Appends events to a file: the ``on_step`` of a trainer, and an observer. A line is written before training goes on."""
+
+    def __init__(self, path: Path, rank: int, host: int) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._rank, self._host = rank, host
+        self._last_ns = time.monotonic_ns()
+
+    def on_step(self, step: int, loss: float) -> None:
+        """Write an optimizer step."""
+        now_ns = time.monotonic_ns()
+        self.on_event(StepDone(at_ns=now_ns, step=step, loss=loss, seconds=(now_ns - self._last_ns) / 1e9))
+        self._last_ns = now_ns
+
+    def on_event(self, event: Event) -> None:
+        """Write an event."""
+        if isinstance(event, RankEvent):
+            os.write(self._fd, msgspec.json.encode((self._rank, self._host, event)) + b"\n")
+
+
+class FillingDisk(Forwarding):
+    """*inner*, without room for more while *fault* is there."""
+
+    def __init__(self, inner: LocalBackend, fault: Path) -> None:
+        super().__init__(inner)
+        self._fault = fault
+
+    async def forward(self, call: BackendCall) -> Any:
+        """Make *call*, or refuse it."""
+        if call.verb in WRITES and self._fault.exists():
+            error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), call.key)
+            raise from_os_error(error, call.verb, call.key) from error
+        return await call()
+
+
+def main() -> None:
+    """Train as one rank; its job is the argument."""
+    job = msgspec.json.decode(sys.argv[1], type=RecoveryJob)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    rank, folder = distributed.get_rank(), Path(job.folder)
+    faults = folder / FAULTS
+    lines = EventLines(folder / EVENTS, rank, job.host)
+    disk = FillingDisk(LocalBackend(folder / RUN), faults / DISK)
+
+    def compute_loss(model: GPT, rows: Tensor) -> Tensor:
+        loss = train_recovering.compute_loss(model, rows)
+        if _is_to_fail(faults / "hang", rank):
+            time.sleep(1e6)
+        return loss * float("nan") if _is_to_fail(faults / "gradient", rank) else loss
+
+    train_recovering.train(
+        [aiockpt.Tier(PeerBackend(RUN, mount=job.memory)), aiockpt.Tier(disk, every=job.every)],
+        epochs=1,
+        size=SIZE,
+        samples=job.steps * SIZE.batch * distributed.get_world_size(),
+        rewind=aiockpt.Rewind(spike=None, skip=None),  # the machine was at fault, not the data
+        compute_loss=compute_loss,
+        on_step=lines.on_step,
+        observers=[lines, TraceFile(), Heartbeat(every_s=1.0)],
+    )
+    distributed.destroy_process_group()
+
+
+def _is_to_fail(fault: Path, rank: int) -> bool:
+    """Return whether this rank is to fail, once."""
+    try:
+        if fault.read_text() != str(rank):
+            return False
+        fault.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()
