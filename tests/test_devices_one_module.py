@@ -14,6 +14,9 @@ ALLOWED = {
     "pipeline/device_copy.py": "the copies themselves, inside a side stream",
     "adapters/rng.py": "the generators' states",
     "adapters/value_requests.py": "where a new tensor is made",
+    "session/rewind/alarm.py": "the copy of a metric, in the order of the device's own work",
+    "launch/node_check.py": "measures the devices of a node, before a run",
+    "launch/joint_check.py": "the same, of all nodes together",
 }
 
 
