@@ -18,10 +18,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import anyio
 
 from aiockpt.convert.folder_layout import is_weights
+from aiockpt.convert.publish import CLEAN_UP_DEADLINE_S
 from aiockpt.convert.source import Source, list_files, open_source
 from aiockpt.engine.alone import Destination
 from aiockpt.engine.find import find_manifest
-from aiockpt.errors import CorruptionError, ObjectNotFoundError, StepNotFoundError, StorageError, UsageError
+from aiockpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    ObjectNotFoundError,
+    StepNotFoundError,
+    StorageError,
+    UsageError,
+)
 from aiockpt.format.manifest import Manifest
 from aiockpt.publish.form import CHAIN, FOLD, Index, Notes, encode_version, version_folder
 from aiockpt.publish.options import Publish, Published
@@ -78,13 +86,12 @@ class Publisher:
             held = await self._begin_hold(step)
             try:
                 index = await self._publish_held(step, full)
-                receivers = await living_receivers(self._backend, self._engine.token(6))
-                await self._clean_up(index, receivers)
             except BaseException:
                 held.set()
                 raise
             self._held.set()
             self._held = held
+            receivers = await self._clean_up()
             return self._result(index, self._engine.since_s(begun_ns)), receivers
 
     async def close(self) -> None:
@@ -118,7 +125,10 @@ class Publisher:
                     "step %d is published as version %d, after step %d as version %d: the run went back",
                     step, index.number, newest.notes.step, newest.number,
                 )  # fmt: skip
-            await self._fold(index, new)
+            try:
+                await self._fold(index, new)
+            except CheckpointError as error:
+                logger.warning("no fold of version %d is written; the next one follows: %s", index.number, error)
         return index
 
     async def _write(self, newest: Index | None, new: StepWeights, like: Source | None, full: bool) -> Index | None:
@@ -152,18 +162,21 @@ class Publisher:
         self, folder: str, number: int, new: StepWeights, base: StepWeights | None, before: Index | None
     ) -> Index | None:
         draft = self._versions.draft(folder)
+        is_decided = False
         try:
             expected = {} if before is None else {name: sums[1] for name, sums in before.notes.tensors.items()}
             written = await VersionWriter(draft, new, base, expected).write()
             if base is None:
                 await self._write_companions(draft)
             notes = self._notes(new, written, None if base is None else before, folder)
-            data = encode_version(number, notes, written.weight_map)
-            if await self._versions.publish(draft, data):
+            # In a store the files may be a version's from here on, whatever error comes.
+            is_decided = not draft.hidden
+            if await self._versions.publish(draft, encode_version(number, notes, written.weight_map)):
                 return Index(folder, number, notes, written.weight_map)
         except BaseException:
-            with anyio.move_on_after(60, shield=True):
-                await self._versions.abandon(draft)
+            if not is_decided:
+                with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
+                    await self._versions.abandon(draft)
             raise
         await self._versions.abandon(draft)
         return None
@@ -217,14 +230,22 @@ class Publisher:
             return
         await self._write_one(version_folder(index.number, FOLD), index.number, new, None, None)
 
-    async def _clean_up(self, index: Index, receivers: Sequence[ReceiverNote]) -> None:
-        """Remove versions that neither ``keep`` nor a living receiver keeps; the newest full one stays."""
-        if self._options.keep is None:
-            return
+    async def _clean_up(self) -> list[ReceiverNote]:
+        """Remove versions that neither ``keep`` nor a living receiver keeps; return the living receivers."""
+        try:
+            receivers = await living_receivers(self._backend, self._engine.token(6))
+            if self._options.keep is not None:
+                await self._remove_old(self._options.keep, receivers)
+        except CheckpointError as error:
+            logger.warning("%s: old versions stay until the next one: %s", self.url, error)
+            return []
+        return receivers
+
+    async def _remove_old(self, keep: int, receivers: Sequence[ReceiverNote]) -> None:
         there = await self._versions.list()
         if (full := await self._newest_full(there)) is None:
             return
-        least = min([full - self._options.keep, *(note.needs for note in receivers)])
+        least = min([full - keep, *(note.needs for note in receivers if note.needs >= 0)])
         gone = [(number, prefix) for prefix, numbers in there.items() for number in numbers if number < least]
         await self._versions.remove(version_folder(number, prefix) for number, prefix in sorted(gone))
 

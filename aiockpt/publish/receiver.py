@@ -14,9 +14,10 @@ import os
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from aiockpt.errors import UsageError
+from aiockpt.errors import BlockingCallError, UsageError
 from aiockpt.futures import Future
 from aiockpt.options import check_amount
 from aiockpt.publish.frames import load_zstd
@@ -65,7 +66,8 @@ class Receiver:
             while (version := self._next().result()) is not None:
                 yield version
         finally:
-            self.close()
+            with suppress(BlockingCallError):  # collected on a thread that must not wait; the interpreter's exit ends it
+                self.close()
 
     async def __aiter__(self) -> AsyncIterator[ReceivedVersion]:
         self._begin()

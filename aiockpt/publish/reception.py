@@ -123,8 +123,7 @@ class Reception:
                     await self._downloads.clear()
                     await self._updater.learn()
                     self._is_begun = True
-                if not self._follow:
-                    await self._look()
+                await self._look()
                 if self._newest is not None and not self._is_at(self._newest):
                     return await self._advance()
             except CheckpointError as error:
