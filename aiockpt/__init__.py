@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
     from aiockpt.options import IO, Best, Deadlines, Lazy, Limits, Retention, Tier
     from aiockpt.policies.cadence import Cadence
-    from aiockpt.publish.options import Publish, Published
-    from aiockpt.publish.receiver import ReceivedVersion, Receiver, receive
+    from aiockpt.publish.publication import Publish, Published
+    from aiockpt.publish.receiver import ReceivedVersion, receive
     from aiockpt.runtime.world import Ranks
     from aiockpt.session.checkpointer import Checkpointer
     from aiockpt.session.preemption import Preempted, Preemption
@@ -96,7 +96,6 @@ __all__ = [
     "Ranks",
     "RanksDisagreeError",
     "ReceivedVersion",
-    "Receiver",
     "ReplicasDifferError",
     "Retention",
     "SaveCancelledError",
@@ -146,7 +145,7 @@ _HOMES = (
     "aiockpt.adapters.selection",
     "aiockpt.engine.maintenance",
     "aiockpt.session.checkpointer",
-    "aiockpt.publish.options",
+    "aiockpt.publish.publication",
     "aiockpt.publish.receiver",
 )
 """The modules that define the public names; the cheapest to import are tried first."""

@@ -18,7 +18,7 @@ from aiockpt.convert.source import read_header
 from aiockpt.errors import CorruptionError, from_os_error
 from aiockpt.format.safetensors import Entry, Header
 from aiockpt.options import MIB
-from aiockpt.publish.form import FileNote, Index
+from aiockpt.publish.form import FileNote, VersionIndex
 from aiockpt.publish.local_copy import map_file, read_mapped_header
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.storage.backend import Backend, Reader
@@ -48,7 +48,7 @@ class Downloads:
         for path in self._folder.glob("weight_v*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    async def fetch(self, index: Index) -> DeltaFrames:
+    async def fetch(self, index: VersionIndex) -> DeltaFrames:
         """Return the frames of a delta, downloaded unless they are here.
 
         Raises:
@@ -63,7 +63,7 @@ class Downloads:
             self.there[key] = frames
         return self.there[key]
 
-    async def _fetch_file(self, index: Index, name: str, note: FileNote, frames: DeltaFrames) -> None:
+    async def _fetch_file(self, index: VersionIndex, name: str, note: FileNote, frames: DeltaFrames) -> None:
         where = f"{index.folder}/{name}"
         reader = await self._backend.open(where)
         try:
@@ -102,7 +102,7 @@ class Downloads:
             await run_blocking(self._disk, frames.remove)
 
     @asynccontextmanager
-    async def full(self, index: Index) -> AsyncIterator[FullVersion]:
+    async def full(self, index: VersionIndex) -> AsyncIterator[FullVersion]:
         """Open the files of a full version for the length of the block."""
         async with AsyncExitStack() as opened:
             files = []
@@ -144,7 +144,7 @@ class DeltaFrames:
 class FullVersion:
     """An open full version: its files as (name, reader, header)."""
 
-    def __init__(self, index: Index, files: Sequence[tuple[str, Reader, Header]], downloads: Downloads) -> None:
+    def __init__(self, index: VersionIndex, files: Sequence[tuple[str, Reader, Header]], downloads: Downloads) -> None:
         self.index = index
         self.files = files
         self._downloads = downloads

@@ -34,7 +34,7 @@ class FileNote(msgspec.Struct, frozen=True, array_like=True):
     digest: str = ""
 
 
-class Notes(msgspec.Struct, frozen=True, kw_only=True):
+class VersionNotes(msgspec.Struct, frozen=True, kw_only=True):
     """Our own part of an index.
 
     Attributes:
@@ -63,12 +63,12 @@ class Notes(msgspec.Struct, frozen=True, kw_only=True):
     tensors: dict[str, tuple[str, str]]
 
 
-class Index(msgspec.Struct, frozen=True):
+class VersionIndex(msgspec.Struct, frozen=True):
     """The index of a version: its folder and number, and the file of each tensor that the folder has."""
 
     folder: str
     number: int
-    notes: Notes
+    notes: VersionNotes
     weight_map: dict[str, str]
 
     @property
@@ -94,7 +94,7 @@ class _Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
     delta_encoding: str = ""
     compression_format: str = ""
     checksum_format: str = ""
-    aiockpt: Notes | None = None
+    aiockpt: VersionNotes | None = None
 
 
 class _Document(msgspec.Struct, frozen=True):
@@ -123,7 +123,7 @@ def index_key(folder: str) -> str:
     return f"{folder}/{INDEX_NAME}"
 
 
-def encode_version(number: int, notes: Notes, weight_map: Mapping[str, str]) -> bytes:
+def encode_version(number: int, notes: VersionNotes, weight_map: Mapping[str, str]) -> bytes:
     """Return the index of a version; a delta is against the version before it in number."""
     if notes.kind == "full":
         metadata = _Metadata(notes.weight_bytes, version_text(number), aiockpt=notes)
@@ -133,7 +133,7 @@ def encode_version(number: int, notes: Notes, weight_map: Mapping[str, str]) -> 
     return msgspec.json.encode(_Document(metadata, dict(sorted(weight_map.items()))))
 
 
-def decode_version(data: bytes, folder: str, url: str) -> Index:
+def decode_version(data: bytes, folder: str, url: str) -> VersionIndex:
     """Return the index of the version in *folder* of the place *url*.
 
     Raises:
@@ -151,10 +151,10 @@ def decode_version(data: bytes, folder: str, url: str) -> Index:
             f"{what} has no digests of aiockpt, so what is received cannot be verified: receive what aiockpt has published"
         )
     _check(notes, weight_map, what)
-    return Index(folder, placed[1], notes, weight_map)
+    return VersionIndex(folder, placed[1], notes, weight_map)
 
 
-def _check(notes: Notes, weight_map: Mapping[str, str], what: str) -> None:
+def _check(notes: VersionNotes, weight_map: Mapping[str, str], what: str) -> None:
     if notes.v != 1:
         raise CorruptionError(f"{what} has the form {notes.v} of aiockpt, this release reads 1: use a newer aiockpt")
     changed = {name for name, (old, new) in notes.tensors.items() if old != new}
@@ -171,7 +171,7 @@ def digest_layout(layout: Layout) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(entries)))
 
 
-def newest_full(indexes: Iterable[Index], most: int | None = None) -> Index | None:
+def newest_full(indexes: Iterable[VersionIndex], most: int | None = None) -> VersionIndex | None:
     """Return the full version, or the fold, with the highest number, *most* at the most."""
     full = [index for index in indexes if index.is_full and (most is None or index.number <= most)]
     return max(full, key=lambda index: (index.number, index.notes.of is None), default=None)

@@ -25,7 +25,7 @@ from aiockpt.convert.folder_layout import INDEX_NAME
 from aiockpt.errors import CorruptionError, UsageError, from_os_error
 from aiockpt.format.document import described
 from aiockpt.format.safetensors import Entry, Header, decode_header, header_size
-from aiockpt.publish.form import Index, version_text
+from aiockpt.publish.form import VersionIndex, version_text
 from aiockpt.publish.frames import Bytes
 from aiockpt.runtime.world import fallocate
 
@@ -186,7 +186,7 @@ class LocalCopy:
             (self.path / INDEX_NAME).unlink()
             _flush_names(self.path)
 
-    def complete(self, target: Index) -> None:
+    def complete(self, target: VersionIndex) -> None:
         """Make the folder a whole again, that of the version *target*."""
         try:
             for mapped in self._maps.values():

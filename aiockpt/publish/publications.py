@@ -24,7 +24,7 @@ from aiockpt.events import Committed, Event, PublicationFailed, VersionPublished
 from aiockpt.futures import Future
 from aiockpt.places.readers.hold import holding
 from aiockpt.publish.frames import load_zstd
-from aiockpt.publish.options import Publish, Published, as_publish
+from aiockpt.publish.publication import Publish, Published, as_publish
 from aiockpt.publish.publisher import Publisher
 from aiockpt.publish.receiver_notes import ReceiverNote
 from aiockpt.redaction import redact

@@ -31,11 +31,11 @@ from aiockpt.errors import (
     UsageError,
 )
 from aiockpt.format.manifest import Manifest
-from aiockpt.publish.form import CHAIN, FOLD, Index, Notes, encode_version, version_folder
-from aiockpt.publish.options import Publish, Published
+from aiockpt.publish.form import CHAIN, FOLD, VersionIndex, VersionNotes, encode_version, version_folder
+from aiockpt.publish.publication import Publish, Published
 from aiockpt.publish.receiver_notes import ReceiverNote, living_receivers
 from aiockpt.publish.step_weights import StepWeights, open_weights_of
-from aiockpt.publish.version_files import BaseDiffersError, DeltaTooLargeError, VersionWriter, Written
+from aiockpt.publish.version_files import BaseDiffersError, DeltaTooLargeError, VersionWriter, WrittenFiles
 from aiockpt.publish.versions import Draft, Versions
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
@@ -108,7 +108,7 @@ class Publisher:
 
     # ------------------------------------------------------------------ one version
 
-    async def _publish_held(self, step: int, full: bool) -> Index:
+    async def _publish_held(self, step: int, full: bool) -> VersionIndex:
         found = await find_manifest(self._destination, step)
         async with self._opened_like() as like, open_weights_of(found, self._options, like) as new:
             await self._versions.remove_leftovers(self._engine.token(6))
@@ -131,7 +131,9 @@ class Publisher:
                 logger.warning("no fold of version %d is written; the next one follows: %s", index.number, error)
         return index
 
-    async def _write(self, newest: Index | None, new: StepWeights, like: Source | None, full: bool) -> Index | None:
+    async def _write(
+        self, newest: VersionIndex | None, new: StepWeights, like: Source | None, full: bool
+    ) -> VersionIndex | None:
         """Write the version that follows *newest*; return None when another writer has its number."""
         number = 0 if newest is None else newest.number + 1
         is_fold = self._options.fold == "chain" and number % self._options.full_every == 0
@@ -145,7 +147,7 @@ class Publisher:
         return await self._write_one(version_folder(number), number, new, None, newest)
 
     @asynccontextmanager
-    async def _base(self, newest: Index, like: Source | None) -> AsyncIterator[StepWeights | None]:
+    async def _base(self, newest: VersionIndex, like: Source | None) -> AsyncIterator[StepWeights | None]:
         """Open the step that *newest* is of, for the length of the block; None where it is gone."""
         async with AsyncExitStack() as opened:
             base = None
@@ -159,8 +161,8 @@ class Publisher:
             yield None if base is None or base.digest != newest.notes.layout else base
 
     async def _write_one(
-        self, folder: str, number: int, new: StepWeights, base: StepWeights | None, before: Index | None
-    ) -> Index | None:
+        self, folder: str, number: int, new: StepWeights, base: StepWeights | None, before: VersionIndex | None
+    ) -> VersionIndex | None:
         draft = self._versions.draft(folder)
         is_decided = False
         try:
@@ -172,7 +174,7 @@ class Publisher:
             # In a store the files may be a version's from here on, whatever error comes.
             is_decided = not draft.hidden
             if await self._versions.publish(draft, encode_version(number, notes, written.weight_map)):
-                return Index(folder, number, notes, written.weight_map)
+                return VersionIndex(folder, number, notes, written.weight_map)
         except BaseException:
             if not is_decided:
                 with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
@@ -181,10 +183,10 @@ class Publisher:
         await self._versions.abandon(draft)
         return None
 
-    def _notes(self, new: StepWeights, written: Written, before: Index | None, folder: str) -> Notes:
+    def _notes(self, new: StepWeights, written: WrittenFiles, before: VersionIndex | None, folder: str) -> VersionNotes:
         manifest: Manifest = new.manifest
         is_fold = folder.startswith(FOLD)
-        return Notes(
+        return VersionNotes(
             kind="full" if before is None else "delta",
             step=manifest.step,
             run=manifest.run,
@@ -224,7 +226,7 @@ class Publisher:
 
     # ------------------------------------------------------------------ what follows
 
-    async def _fold(self, index: Index, new: StepWeights) -> None:
+    async def _fold(self, index: VersionIndex, new: StepWeights) -> None:
         """Write the same state in full beside the chain, where that is due."""
         if index.number % self._options.full_every or index.is_full or self._options.fold != "beside":
             return
@@ -263,7 +265,7 @@ class Publisher:
                     return number
         return None
 
-    def _result(self, index: Index, seconds: float) -> Published:
+    def _result(self, index: VersionIndex, seconds: float) -> Published:
         notes = index.notes
         return Published(
             version=index.number,
@@ -279,7 +281,7 @@ class Publisher:
         )
 
 
-def _is_published(newest: Index, new: StepWeights) -> bool:
+def _is_published(newest: VersionIndex, new: StepWeights) -> bool:
     return newest.notes.attempt == new.manifest.attempt and newest.notes.layout == new.digest
 
 

@@ -12,7 +12,7 @@ import torch
 from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.format.dtypes import itemsize
 from aiockpt.publish.downloads import DeltaFrames
-from aiockpt.publish.form import Index
+from aiockpt.publish.form import VersionIndex
 from aiockpt.publish.frames import FrameReader, load_zstd
 from aiockpt.publish.local_copy import LocalCopy
 
@@ -35,7 +35,7 @@ class ReceivedVersion:
     """
 
     def __init__(
-        self, copy: LocalCopy, target: Index, changed: Sequence[str], frames: Sequence[DeltaFrames] | None
+        self, copy: LocalCopy, target: VersionIndex, changed: Sequence[str], frames: Sequence[DeltaFrames] | None
     ) -> None:
         self.version: int = target.number
         self.step: int = target.notes.step

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from aiockpt.storage.open import open_backend
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-class Receiver:
+class VersionReceiver:
     """Keeps a folder at the newest version; made by `receive`. Iterate it once, with ``for`` or ``async for``."""
 
     def __init__(
@@ -59,17 +59,19 @@ class Receiver:
         self._copy = LocalCopy(self._path)
         self._loop: LoopThread | None = None
 
-    def __iter__(self) -> Iterator[ReceivedVersion]:
+    def __iter__(self) -> Generator[ReceivedVersion]:
         refuse_in_event_loop("a plain `for`", "write `async for`")
         self._begin()
         try:
             while (version := self._next().result()) is not None:
                 yield version
         finally:
-            with suppress(BlockingCallError):  # collected on a thread that must not wait; the interpreter's exit ends it
+            with suppress(
+                BlockingCallError
+            ):  # collected on a thread that must not wait; the interpreter's exit ends it
                 self.close()
 
-    async def __aiter__(self) -> AsyncIterator[ReceivedVersion]:
+    async def __aiter__(self) -> AsyncGenerator[ReceivedVersion]:
         self._begin()
         try:
             while (version := await self._next()) is not None:
@@ -117,7 +119,7 @@ class Receiver:
             await self._backend.close()
 
     def __repr__(self) -> str:
-        return f"<Receiver {self._name} of {self._backend.url} in {self._path}>"
+        return f"<VersionReceiver {self._name} of {self._backend.url} in {self._path}>"
 
 
 def _default_name(path: Path) -> str:
@@ -132,7 +134,7 @@ def receive(
     name: str | None = None,
     every_s: float = 1.0,
     follow: bool = True,
-) -> Receiver:
+) -> VersionReceiver:
     """Keep *folder* at the newest version that was published at *url*: ``async for version in receive(url, folder): …``.
 
     Each turn of the loop has the newest version in ``version.folder``, a Hugging Face folder with every tensor verified,
@@ -151,4 +153,4 @@ def receive(
             iterated, another process keeps the folder.
         CorruptionError, StorageError: without *follow*; else they are logged, and tried again.
     """
-    return Receiver(url, folder, name, every_s=every_s, follow=follow)
+    return VersionReceiver(url, folder, name, every_s=every_s, follow=follow)

@@ -1,4 +1,4 @@
-"""Notes of receivers beside the versions: who reads which version, renewed while the receiver lives.
+"""VersionNotes of receivers beside the versions: who reads which version, renewed while the receiver lives.
 
 Guarantee: a note counts for `LIVES_S` seconds after its last renewal, by the storage's clock.
 """

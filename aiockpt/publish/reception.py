@@ -15,7 +15,7 @@ import anyio
 from aiockpt.errors import CheckpointError
 from aiockpt.options import GIB
 from aiockpt.publish.downloads import Downloads
-from aiockpt.publish.form import Index, newest_full
+from aiockpt.publish.form import VersionIndex, newest_full
 from aiockpt.publish.local_copy import LocalCopy
 from aiockpt.publish.received_version import ReceivedVersion
 from aiockpt.publish.receiver_notes import RENEW_S, remove_note, write_note
@@ -58,7 +58,7 @@ class Reception:
         self._chain = VersionChain(Versions(backend, world))
         self._downloads = Downloads(backend, copy.private)
         self._updater = Updater(copy, self._downloads, backend)
-        self._newest: Index | None = None
+        self._newest: VersionIndex | None = None
         self.at: tuple[int, str] = (-1, "")
         self._step = -1
         self._is_begun = self._is_dirty = False
@@ -111,7 +111,7 @@ class Reception:
                     break
                 await self._downloads.fetch(index)
 
-    def _is_at(self, index: Index) -> bool:
+    def _is_at(self, index: VersionIndex) -> bool:
         return self.at == (index.number, index.notes.attempt)
 
     async def next(self) -> ReceivedVersion | None:

@@ -27,7 +27,7 @@ from aiockpt.format.dtypes import itemsize
 from aiockpt.format.names import list_names
 from aiockpt.options import GIB
 from aiockpt.publish.form import digest_layout
-from aiockpt.publish.options import Publish
+from aiockpt.publish.publication import Publish
 from aiockpt.runtime.limits import run_blocking
 
 FILE_BYTES = GIB

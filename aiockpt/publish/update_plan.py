@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from aiockpt.errors import CorruptionError
-from aiockpt.publish.form import Index, newest_full
+from aiockpt.publish.form import VersionIndex, newest_full
 
 
 class TensorPlan(msgspec.Struct, frozen=True):
     """How a tensor becomes that of the target: all of it from *full*, unless that is None; then *deltas*, in order."""
 
-    full: Index | None
-    deltas: tuple[Index, ...]
+    full: VersionIndex | None
+    deltas: tuple[VersionIndex, ...]
 
 
 class UpdatePlan(msgspec.Struct, frozen=True):
@@ -33,13 +33,15 @@ class UpdatePlan(msgspec.Struct, frozen=True):
         least: the lowest number of a version that is read.
     """
 
-    target: Index
+    target: VersionIndex
     tensors: dict[str, TensorPlan]
-    deltas: tuple[Index, ...]
+    deltas: tuple[VersionIndex, ...]
     least: int
 
 
-def plan_update(now: Mapping[str, str], chain: Sequence[Index], folds: Sequence[Index], url: str) -> UpdatePlan:
+def plan_update(
+    now: Mapping[str, str], chain: Sequence[VersionIndex], folds: Sequence[VersionIndex], url: str
+) -> UpdatePlan:
     """Return the plan for tensors that have the digests *now*.
 
     Args:
@@ -81,7 +83,7 @@ def plan_update(now: Mapping[str, str], chain: Sequence[Index], folds: Sequence[
     )
 
 
-def _find(name: str, digest: str | None, target: Index, deltas: Sequence[Index]) -> int | None:
+def _find(name: str, digest: str | None, target: VersionIndex, deltas: Sequence[VersionIndex]) -> int | None:
     """Return the newest version in which a tensor had that digest; None where it had in none."""
     if digest is None:
         return None

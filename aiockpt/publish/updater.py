@@ -12,7 +12,7 @@ from typing import Any
 from aiockpt.convert.folder_layout import is_weights
 from aiockpt.errors import CorruptionError
 from aiockpt.publish.downloads import DeltaFrames, Downloads, FullVersion
-from aiockpt.publish.form import Index
+from aiockpt.publish.form import VersionIndex
 from aiockpt.publish.frames import FrameReader, apply_frames, digest_of, load_zstd
 from aiockpt.publish.local_copy import LocalCopy
 from aiockpt.publish.update_plan import TensorPlan, UpdatePlan
@@ -56,7 +56,7 @@ class Updater:
     def _digest(self, name: str) -> str:
         return digest_of(self._copy.view(name))
 
-    async def lay_out(self, full: Index) -> None:
+    async def lay_out(self, full: VersionIndex) -> None:
         """Make the files of the folder anew, like those of a full version; what lies beside these is copied."""
         async with self._downloads.full(full) as opened:
             files = {
@@ -94,7 +94,7 @@ class Updater:
         how: TensorPlan,
         fulls: dict[str, FullVersion],
         frames: dict[int, DeltaFrames],
-        target: Index,
+        target: VersionIndex,
     ) -> None:
         self.digests.pop(name, None)  # torn, until it is verified
         if how.full is not None:

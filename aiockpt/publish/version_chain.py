@@ -5,7 +5,7 @@ Guarantee: an index is read once, unless another publisher has begun the place a
 
 from __future__ import annotations
 
-from aiockpt.publish.form import CHAIN, FOLD, Index, version_folder
+from aiockpt.publish.form import CHAIN, FOLD, VersionIndex, version_folder
 from aiockpt.publish.versions import Versions
 
 
@@ -14,10 +14,10 @@ class VersionChain:
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
-        self._known: dict[str, Index] = {}
+        self._known: dict[str, VersionIndex] = {}
         self._there: dict[str, list[int]] = {CHAIN: [], FOLD: []}
 
-    async def newest(self) -> Index | None:
+    async def newest(self) -> VersionIndex | None:
         """Return the newest version; None where there is none."""
         self._there = await self._versions.list()
         for number in self._there[CHAIN]:
@@ -25,7 +25,7 @@ class VersionChain:
                 return index
         return None
 
-    async def _read(self, prefix: str, number: int, attempt: str | None = None) -> Index | None:
+    async def _read(self, prefix: str, number: int, attempt: str | None = None) -> VersionIndex | None:
         """Return an index, of the step's *attempt* where that is given."""
         folder = version_folder(number, prefix)
         known = self._known.get(folder)
@@ -35,7 +35,7 @@ class VersionChain:
                 self._known[folder] = known
         return known if known is not None and attempt in (None, known.notes.attempt) else None
 
-    async def leading_to(self, target: Index, version: int) -> tuple[list[Index], list[Index]]:
+    async def leading_to(self, target: VersionIndex, version: int) -> tuple[list[VersionIndex], list[VersionIndex]]:
         """Return the versions that lead to *target*, the newest first, and the folds of them.
 
         They go back to *version*, or to a full one, whichever is older; but not beyond a full one that is shorter to read
@@ -57,10 +57,10 @@ class VersionChain:
             chain.append(before)
         return chain, folds
 
-    async def following(self, version: int, target: Index) -> list[Index]:
+    async def following(self, version: int, target: VersionIndex) -> list[VersionIndex]:
         """Return the deltas after *version* up to *target*, the oldest first; none where a full version is between."""
         found = []
-        index: Index | None = target
+        index: VersionIndex | None = target
         while index is not None and index.number > version and not index.is_full:
             found.append(index)
             index = await self._read(CHAIN, index.number - 1, index.notes.parent)

@@ -46,7 +46,7 @@ class DeltaTooLargeError(CheckpointError):
     """So much has changed that a full version is the better one."""
 
 
-class Written(msgspec.Struct, frozen=True):
+class WrittenFiles(msgspec.Struct, frozen=True):
     """The files of a version: tensor → file, file → note, tensor → digests before and after."""
 
     weight_map: dict[str, str]
@@ -106,9 +106,9 @@ class VersionWriter:
         self._spools = [_Spool() for _ in range(self._lanes if base is not None else 0)]
         self._frame_bytes = 0
         self._sums: dict[str, TensorSums] = {}
-        self._done = Written({}, {}, {})
+        self._done = WrittenFiles({}, {}, {})
 
-    async def write(self) -> Written:
+    async def write(self) -> WrittenFiles:
         """Write all files.
 
         Raises:
@@ -167,7 +167,7 @@ class VersionWriter:
         for spool in self._spools:
             await run_blocking(self._work, spool.reset)
 
-    def _gather(self, file: FolderFile, name: str) -> _Gathered | None:
+    def _gather(self, file: FolderFile, name: str) -> _FrameFile | None:
         """Return the file of the frames of those tensors that have changed; None if none has."""
         extents = {tensor: (spool, at) for spool in self._spools for tensor, at in spool.extents.items()}
         entries: list[Entry] = []
@@ -188,7 +188,7 @@ class VersionWriter:
                 checksums[tensor] = sums.checksum
                 self._done.weight_map[tensor] = name
         self._frame_bytes += end
-        return _Gathered(encode_header(entries, checksums), runs) if entries else None
+        return _FrameFile(encode_header(entries, checksums), runs) if entries else None
 
     # ------------------------------------------------------------------ the lanes
 
@@ -233,7 +233,7 @@ class VersionWriter:
                 self._spools[lane].append(name, parts)
 
 
-class _Gathered:
+class _FrameFile:
     """A file of which the payload lies in runs of spools. On worker threads."""
 
     def __init__(self, header: bytes, runs: Sequence[tuple[_Spool, int, int]]) -> None:

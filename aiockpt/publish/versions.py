@@ -21,7 +21,7 @@ from aiockpt.convert.folder_layout import INDEX_NAME
 from aiockpt.convert.publish import flush_names
 from aiockpt.errors import ObjectNotFoundError, from_os_error
 from aiockpt.pipeline.collect import LEASE_S
-from aiockpt.publish.form import CHAIN, FOLD, Index, decode_version, index_key, parse_folder, version_folder
+from aiockpt.publish.form import CHAIN, FOLD, VersionIndex, decode_version, index_key, parse_folder, version_folder
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.processes import ProcessNames
 from aiockpt.runtime.world import World
@@ -51,7 +51,7 @@ class Versions:
                 found[placed[0]].append(placed[1])
         return {prefix: sorted(numbers, reverse=True) for prefix, numbers in found.items()}
 
-    async def read(self, folder: str) -> Index | None:
+    async def read(self, folder: str) -> VersionIndex | None:
         """Return the index of a folder; None where it is no version.
 
         Raises:
@@ -62,7 +62,7 @@ class Versions:
         except ObjectNotFoundError:
             return None
 
-    async def newest(self) -> Index | None:
+    async def newest(self) -> VersionIndex | None:
         """Return the newest version of the chain; one that was decided and not finished is finished first."""
         for number in (await self.list())[CHAIN]:
             folder = version_folder(number)
@@ -70,7 +70,7 @@ class Versions:
                 return newest
         return None
 
-    async def _finish(self, folder: str) -> Index | None:
+    async def _finish(self, folder: str) -> VersionIndex | None:
         """Finish a version whose winner has died after the decision; None where there is no decision."""
         if self.path is not None:
             return None

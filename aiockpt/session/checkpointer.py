@@ -72,7 +72,7 @@ from aiockpt.storage.open import open_backend
 
 if TYPE_CHECKING:
     from aiockpt.convert.foreign.fork import ForeignFork
-    from aiockpt.publish.options import Publish, Published
+    from aiockpt.publish.publication import Publish, Published
     from aiockpt.publish.publications import Publications
 
 T = TypeVar("T")

@@ -37,7 +37,9 @@ from tests.publish.policy import Policy, are_of, in_folder, weights_of
 STEPS = 12
 TORN, FAILED = 253, 252
 """What a child returns: it was handed weights that no step has; it could not do what it must."""
-_EVENTS = frozenset("open os.rename os.remove os.mkdir os.rmdir os.truncate os.listdir mmap.__new__ shutil.rmtree".split())
+_EVENTS = frozenset(
+    ["open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.listdir", "mmap.__new__"]
+)
 _LIMITS = aiockpt.Limits(io=aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384))
 
 
@@ -85,9 +87,7 @@ def receive(place: Path, name: str, at: int | None, follow_s: float = 0.0) -> in
     """Receive into *place*/NAME what there is, dying at a call; return 0, or `TORN`."""
     die_at(at)
     until_s = time.monotonic() + follow_s
-    for version in aiockpt.receive(
-        str(place / "pub"), place / name, name=name, follow=follow_s > 0, every_s=0.005
-    ):
+    for version in aiockpt.receive(str(place / "pub"), place / name, name=name, follow=follow_s > 0, every_s=0.005):
         if not are_of(in_folder(version.folder), version.step):
             return TORN
         if time.monotonic() > until_s and follow_s:
@@ -172,7 +172,9 @@ class History:
             reader.pull(number)
             wanted = weights_of(self._index(pub, number)["aiockpt"]["step"])
             got = {name: data for name, (_, _, data) in reader.tensors.items()}
-            assert got == {name: bytes(one.view(-1).view(torch.uint8).numpy().tobytes()) for name, one in wanted.items()}
+            assert got == {
+                name: bytes(one.view(-1).view(torch.uint8).numpy().tobytes()) for name, one in wanted.items()
+            }
 
     @staticmethod
     def _index(pub: Path, number: int) -> dict[str, Any]:
@@ -184,7 +186,7 @@ class History:
 def on_store(seed: int, place: Path) -> int:
     """Go through a history on a store in memory, whose clients die; return how many did."""
     dice, store, died = random.Random(seed), MemoryBackend(), 0
-    options = {"full_every": dice.choice([2, 3, 20]), "keep": dice.choice([None, 0])}
+    options: Any = {"full_every": dice.choice([2, 3, 20]), "keep": dice.choice([None, 0])}
     step = 0
 
     def publish_to(dest: Any, number: int) -> None:

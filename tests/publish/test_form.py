@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from aiockpt.errors import CorruptionError
-from aiockpt.publish.form import FileNote, Notes, decode_version, encode_version, parse_folder, version_folder
+from aiockpt.publish.form import FileNote, VersionNotes, decode_version, encode_version, parse_folder, version_folder
 
 ZERO, ONE = "0" * 32, "1" * 32
 
 
-def notes(kind: Any = "delta", **changes: Any) -> Notes:
+def notes(kind: Any = "delta", **changes: Any) -> VersionNotes:
     fields: dict[str, Any] = {
         "kind": kind,
         "step": 70,
@@ -25,7 +25,7 @@ def notes(kind: Any = "delta", **changes: Any) -> Notes:
         "files": {"model-00001-of-00001.safetensors": FileNote(10, ONE)},
         "tensors": {"w": (ZERO, ONE), "frozen": (ZERO, ZERO)},
     }
-    return Notes(**fields | changes)
+    return VersionNotes(**fields | changes)
 
 
 MAP = {"w": "model-00001-of-00001.safetensors"}

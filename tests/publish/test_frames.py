@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def test_a_frame_is_the_difference_of_a_whole_tensor(size: int, window: int) -> 
 
 def test_frames_of_several_versions_are_applied_together() -> None:
     versions = [random_bytes(2 * frames.RUN_BYTES, seed) for seed in range(4)]
-    pairs = list(zip(versions, versions[1:], strict=False))
+    pairs = list(pairwise(versions))
     readers = [FrameReader(ZSTD, memoryview(make_frame(new, old, 1 << 30)[0]), "w") for old, new in pairs]
     tensor = versions[0].copy()
     assert apply_frames(tensor, readers) == xxhash.xxh3_128_hexdigest(versions[-1].data)

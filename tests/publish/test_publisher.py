@@ -307,7 +307,8 @@ def test_what_cannot_be_published_is_refused(tmp_path: Path) -> None:
             ckpt.publish(0, tmp_path / "pub").result()
         with pytest.raises(aiockpt.StepNotFoundError):
             ckpt.publish(9, tmp_path / "pub").result()
-        for options in ({"fold": "no"}, {"keep": -1}, {"full_every": 0}, {"evry": 1}):
+        wrong: list[dict[str, Any]] = [{"fold": "no"}, {"keep": -1}, {"full_every": 0}, {"evry": 1}]
+        for options in wrong:
             with pytest.raises(aiockpt.UsageError):
-                aiockpt.Publish(tmp_path / "pub", **options)  # type: ignore[arg-type]
+                aiockpt.Publish(tmp_path / "pub", **options)
     assert not (tmp_path / "pub").exists()

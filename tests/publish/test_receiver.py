@@ -67,7 +67,9 @@ def test_only_the_newest_version_is_handed_out(tmp_path: Path) -> None:
     assert are_of(in_folder(version.folder), 5)
     total = {patch.name: patch for patch in version.patches()}
     changed = torch.nonzero((weights_of(5)["embed.weight"] != weights_of(2)["embed.weight"]).view(-1)).view(-1)
-    assert torch.equal(total["embed.weight"].positions, changed)
+    positions = total["embed.weight"].positions
+    assert positions is not None
+    assert torch.equal(positions, changed)
     versions.close()
 
 

@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import CorruptionError
-from aiockpt.publish.form import FileNote, Index, Notes
+from aiockpt.publish.form import FileNote, VersionIndex, VersionNotes
 from aiockpt.publish.update_plan import UpdatePlan, plan_update
 
 History = list[dict[str, int]]
 """For each version, the value of each tensor; a digest is the value's text, a frame their difference."""
 
 
-def index(history: History, number: int, *, full: bool, fold: bool = False, file_bytes: int = 10) -> Index:
+def index(history: History, number: int, *, full: bool, fold: bool = False, file_bytes: int = 10) -> VersionIndex:
     now = history[number]
     before = {name: "" if full else str(history[number - 1][name]) for name in now}
-    notes = Notes(
+    notes = VersionNotes(
         kind="full" if full else "delta",
         step=number,
         run="",
@@ -31,7 +31,7 @@ def index(history: History, number: int, *, full: bool, fold: bool = False, file
         tensors={name: (before[name], str(value)) for name, value in now.items()},
     )
     changed = {name: "a" for name, (old, new) in notes.tensors.items() if old != new}
-    return Index(("full_v" if fold else "weight_v") + str(number), number, notes, changed)
+    return VersionIndex(("full_v" if fold else "weight_v") + str(number), number, notes, changed)
 
 
 def carry_out(plan: UpdatePlan, history: History, now: dict[str, int | None]) -> dict[str, int | None]:
@@ -77,7 +77,7 @@ def test_every_tensor_becomes_that_of_the_target(data: st.DataObject) -> None:
     assert [one.number for one in plan.deltas] == sorted(used)
 
 
-def numbers(versions: Sequence[Index]) -> list[int]:
+def numbers(versions: Sequence[VersionIndex]) -> list[int]:
     return [one.number for one in versions]
 
 

@@ -28,7 +28,7 @@ from aiockpt.tools.cli.commands.app import (
 from aiockpt.units import count, size
 
 if TYPE_CHECKING:
-    from aiockpt.publish.options import Publish, Published
+    from aiockpt.publish.publication import Publish, Published
 
 
 @app.command("publish")
@@ -52,7 +52,7 @@ def publish(
     as_json: Json = False,
 ) -> None:
     """Publish the weights of a step as a version: a Hugging Face folder, or what changed since the one before."""
-    from aiockpt.publish.options import Publish
+    from aiockpt.publish.publication import Publish
 
     options = Publish(
         dest,
