@@ -79,7 +79,7 @@ class Downloads:
 
     def _damaged(self, where: str, what: str) -> CorruptionError:
         return CorruptionError(
-            f"{self._backend.url}/{where} has {what}: it is damaged, or was on its way; publish a full version (full=True) "
+            f"{self._backend.url}/{where} has {what}: it is damaged, or was on its way; publish a full version "
             "if it stays so",
             key=where,
         )

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from aiockpt.adapters.rename import Renames
-from aiockpt.errors import UsageError
 from aiockpt.options import KeywordsChecked, check_count, refuse_value
 from aiockpt.publish.form import Kind
 from aiockpt.storage.backend import Backend
@@ -80,13 +79,5 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def as_publish(dest: str | os.PathLike[str] | Backend | Publish) -> Publish:
-    """Return the options of a publication to *dest*.
-
-    Raises:
-        UsageError: it names no place.
-    """
-    if isinstance(dest, Publish):
-        return dest
-    if dest is None:
-        raise UsageError("publish=None names no place: give a folder or URL, or aiockpt.Publish(…)")
-    return Publish(dest)
+    """Return the options of a publication to *dest*."""
+    return dest if isinstance(dest, Publish) else Publish(dest)

@@ -16,6 +16,7 @@ import socket
 from collections.abc import AsyncGenerator, Generator
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from aiockpt.errors import BlockingCallError, UsageError
 from aiockpt.futures import Future
@@ -35,7 +36,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class VersionReceiver:
-    """Keeps a folder at the newest version; made by `receive`. Iterate it once, with ``for`` or ``async for``."""
+    """Keeps a folder at the newest version; made by `receive`. Iterate it once, with ``for`` or ``async for``.
+
+    It ends with the loop. After an error in the loop's body, with the program; at once as ``with`` or ``async with``.
+    """
 
     def __init__(
         self, url: Place, folder: str | os.PathLike[str], name: str | None, *, every_s: float, follow: bool
@@ -46,9 +50,7 @@ class VersionReceiver:
         self._path = Path(os.path.abspath(address.text))
         self._name = _default_name(self._path) if name is None else name
         if not isinstance(self._name, str) or not _NAME.fullmatch(self._name):
-            raise UsageError(
-                f"receive(name={name!r}): name it in letters, digits, '.', '_' and '-', such as 'rollout-3'"
-            )
+            raise UsageError(f"receive(name={name!r}): name it in letters, digits, '.', '_' and '-', as rollout-3")
         check_amount("receive", "every_s", every_s, " seconds")
         load_zstd()
         self._url = url
@@ -78,6 +80,18 @@ class VersionReceiver:
                 yield version
         finally:
             await self.aclose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     def _begin(self) -> None:
         if self._loop is not None:

@@ -71,7 +71,7 @@ def plan_update(
         if at is None and full is None:
             raise CorruptionError(
                 f"{url}: no full version is left from which {name} of version {target.number} can be made: publish "
-                "a full one (full=True)"
+                "a full one"
             )
         since = at if at is not None or full is None else full.number
         steps = tuple(one for one in reversed(deltas) if one.number > (since or 0) and name in one.weight_map)

@@ -104,7 +104,7 @@ class Updater:
         if found != target.notes.tensors[name][1]:
             raise CorruptionError(
                 f"{self._backend.url}/{target.folder}: {name} has not the digest that was published; it is made anew from a "
-                "full version: publish one (full=True) if this stays so",
+                "full version: publish one if this stays so",
                 key=name,
             )
         self.digests[name] = found

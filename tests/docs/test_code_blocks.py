@@ -112,9 +112,10 @@ ELSEWHERE = {
     "guide/prove.md",
     "guide/tiers.md",
     "guide/recovery.md",
+    "guide/publish.md",
 }
-"""Pages whose blocks have a test of their own: below, in `tests.docs.test_real_places`, `tests.test_notebooks` or
-`tests.adapters.test_tensor_kinds`."""
+"""Pages whose blocks have a test of their own: below, in `tests.docs.test_real_places`, `tests.test_notebooks`,
+`tests.publish.test_guide` or `tests.adapters.test_tensor_kinds`."""
 
 
 def python_of(page: str) -> list[str]:
