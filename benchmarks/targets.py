@@ -122,6 +122,8 @@ the same, drawn; ≤ 3 s; 3; observing/a report/drawn_s;
 `top` of 1,000 ranks, of a core; ≤ 2 %; 0.02; observing/top/core_fraction;
 its pictures apart; ≤ 1.1 s; 1.1; observing/top/apart_s;
 replicated; ≤ 1.3 × the bytes over loopback; 1.3; peers/aiockpt/replicated_s; peers/floor: loopback/replicated_s
+published; ≤ 1.25 × by hand, with the sums; 1.25; publishing/aiockpt/publish_s; publishing/floor: with sums/publish_s
+applied; ≤ 1.25 × by hand, with the sum; 1.25; publishing/aiockpt/apply_s; publishing/floor: with sums/apply_s
 mean step slowed, a folder; ≤ 3 %; 0.03; promotion/folder/slowed_fraction;
 mean step slowed, a bucket; ≤ 3 %; 0.03; promotion/bucket/slowed_fraction;
 """) + tuple(
