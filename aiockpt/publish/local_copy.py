@@ -35,7 +35,8 @@ _RECORD, _LOCK = "copy.json", "lock"
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What the files of the folder are: *layout* is the digest of names, dtypes and shapes; *version*, the last one."""
+    """What the files of the folder are: *layout* is the digest of names, dtypes and shapes, "" while they are made;
+    *version*, the last one."""
 
     layout: str
     files: tuple[str, ...]
@@ -152,7 +153,7 @@ class LocalCopy:
         self._unmap()
         self.layout, self.version = "", -1
         try:
-            (self.private / _RECORD).unlink(missing_ok=True)
+            self._write_record(_Record("", (), -1))  # what is here from now on is a receiver's, whole or not
             for name in os.listdir(self.path):
                 if name != PRIVATE:
                     _remove(self.path / name)

@@ -122,7 +122,7 @@ class Versions:
     async def abandon(self, draft: Draft) -> None:
         """Remove the files of a draft that became no version."""
         if draft.hidden:
-            await delete_below(self.backend, draft.hidden)
+            await self._delete_folder(draft.hidden)
             return
         keys = [stat.key async for stat in walk(self.backend, draft.folder)]
         await self.backend.delete([key for key in keys if f".{draft.token}{SUFFIX}" in key])
@@ -133,7 +133,7 @@ class Versions:
             if self.path is not None:
                 gone = f"{HIDDEN}{self._names.make() or self.world.token(6).hex()}"
                 if await run_blocking(self._renaming, self._rename, folder, gone):
-                    await delete_below(self.backend, gone)
+                    await self._delete_folder(gone)
                 continue
             await self.backend.delete([index_key(folder)])
             await delete_below(self.backend, folder)
@@ -148,7 +148,12 @@ class Versions:
         for folder in hidden:
             dates = [stat.modified_ns async for stat in walk(self.backend, folder)]
             if is_dead(folder.removeprefix(HIDDEN)) or now_ns - max(dates, default=now_ns) > LEASE_S * 1e9:
-                await delete_below(self.backend, folder)
+                await self._delete_folder(folder)
+
+    async def _delete_folder(self, folder: str) -> None:
+        """Remove a hidden folder, also one that is empty."""
+        await delete_below(self.backend, folder)
+        await self.backend.delete([folder])
 
 
 class Draft(msgspec.Struct, frozen=True):

@@ -21,8 +21,16 @@ from aiockpt.publish.versions import DECISION
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.publish.other_reader import OtherReader
 from tests.publish.policy import Policy, are_of, in_folder, publish, received, saved, state_of, weights_of
+from tests.run_python import run_python
 from tests.small_run import small_checkpointer
 from tests.watch import Lines, Watch
+
+
+def dead_name() -> str:
+    """Return the name that a process of this host, which has ended, gave its folder."""
+    return run_python(
+        "-c", "from aiockpt.runtime.processes import ProcessNames; print(ProcessNames().make())"
+    ).stdout.strip()
 
 
 def numbers(dest: Path) -> list[str]:
@@ -263,9 +271,12 @@ def test_hidden_folders_of_dead_publishers_are_removed(tmp_path: Path) -> None:
     (hidden / "model-00001-of-00001.safetensors").write_bytes(b"x")
     publish(tmp_path / "run", tmp_path / "pub", 1)
     assert hidden.exists()  # of another host, it may live
+    empty = tmp_path / "pub" / f".aiockpt-{dead_name()}"
+    empty.mkdir()
     os.utime(hidden / "model-00001-of-00001.safetensors", (1, 1))
     publish(tmp_path / "run", tmp_path / "pub", 2)
     assert not hidden.exists()
+    assert not empty.exists()
 
 
 # ---------------------------------------------------------------------- beside a run

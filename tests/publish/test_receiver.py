@@ -18,6 +18,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import CorruptionError
 from aiockpt.publish.frames import FrameReader
+from aiockpt.publish.local_copy import LocalCopy
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.publish.policy import are_of, in_folder, publish, received, state_of, weights_of
 from tests.small_run import small_checkpointer
@@ -117,6 +118,22 @@ def test_a_tensor_torn_in_mid_update_is_made_anew(tmp_path: Path, monkeypatch: p
         received(tmp_path / "pub", tmp_path / "got")
     assert not (tmp_path / "got" / "model.safetensors.index.json").exists()
     assert received(tmp_path / "pub", tmp_path / "got") == [(1, 1)]
+
+
+def test_a_receiver_that_died_while_it_made_the_files_makes_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+
+    def make_half(self: LocalCopy, name: str, header: bytes, size: int) -> None:
+        (self.path / name).write_bytes(header[: size // 2])
+        raise OSError("killed here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalCopy, "_create_file", make_half)
+        with pytest.raises(aiockpt.StorageError, match="killed here"):
+            received(tmp_path / "pub", tmp_path / "got")
+    assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
 
 
 def test_a_damaged_delta_is_refused_before_the_folder_changes_and_a_full_version_goes_past_it(tmp_path: Path) -> None:
