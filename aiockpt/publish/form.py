@@ -21,8 +21,14 @@ from aiockpt.format.document import described, parse
 
 CHAIN, FOLD = "weight_v", "full_v"
 _FOLDER = re.compile(r"(weight_v|full_v)([0-9]{6,})")
+DECISION = "aiockpt.decision.json"
+"""The object of a version in a store whose creation decides who has written it."""
 CHECKSUM = "adler32"
 """The one checksum that both slime and ModelExpress 0.7.0 know."""
+
+COMPANION_BYTES = 64 << 20
+"""The largest file beside the weights (a tokenizer) that goes into full versions."""
+_COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".md")
 
 Kind = Literal["full", "delta"]
 
@@ -118,6 +124,11 @@ def parse_folder(name: str) -> tuple[str, int] | None:
     return None if found is None or name != found[1] + version_text(int(found[2])) else (found[1], int(found[2]))
 
 
+def is_companion(name: str) -> bool:
+    """Return whether a file belongs beside the weights: configuration, tokenizer, template, code of the model."""
+    return name.endswith(_COMPANIONS) and not name.startswith(".") and name not in (INDEX_NAME, DECISION)
+
+
 def index_key(folder: str) -> str:
     """Return the key of a version's index."""
     return f"{folder}/{INDEX_NAME}"
@@ -158,8 +169,8 @@ def _check(notes: VersionNotes, weight_map: Mapping[str, str], what: str) -> Non
     if notes.v != 1:
         raise CorruptionError(f"{what} has the form {notes.v} of aiockpt, this release reads 1: use a newer aiockpt")
     changed = {name for name, (old, new) in notes.tensors.items() if old != new}
-    if changed != weight_map.keys() or set(weight_map.values()) - notes.files.keys():
-        some = min(changed ^ weight_map.keys(), default="a file")
+    if changed != weight_map.keys() or set(weight_map.values()) != notes.files.keys():
+        some = min(changed ^ weight_map.keys(), default="its files")
         raise CorruptionError(f"{what} contradicts itself over {some[:80]!r}: publish a full version", key=what)
 
 

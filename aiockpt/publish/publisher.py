@@ -17,7 +17,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
 
-from aiockpt.convert.folder_layout import is_weights
 from aiockpt.convert.publish import CLEAN_UP_DEADLINE_S
 from aiockpt.convert.source import Source, list_files, open_source
 from aiockpt.engine.alone import Destination
@@ -31,7 +30,16 @@ from aiockpt.errors import (
     UsageError,
 )
 from aiockpt.format.manifest import Manifest
-from aiockpt.publish.form import CHAIN, FOLD, VersionIndex, VersionNotes, encode_version, version_folder
+from aiockpt.publish.form import (
+    CHAIN,
+    COMPANION_BYTES,
+    FOLD,
+    VersionIndex,
+    VersionNotes,
+    encode_version,
+    is_companion,
+    version_folder,
+)
 from aiockpt.publish.publication import Publish, Published
 from aiockpt.publish.receiver_notes import ReceiverNote, living_receivers
 from aiockpt.publish.step_weights import StepWeights, open_weights_of
@@ -41,10 +49,6 @@ from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 
 logger = logging.getLogger("aiockpt")
-
-COMPANION_BYTES = 64 << 20
-"""The largest file beside the weights (a tokenizer) that is copied into full versions."""
-COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".md")
 
 
 class Publisher:
@@ -289,7 +293,7 @@ async def _read_companions(folder: Backend) -> dict[str, bytes]:
     """Return the files beside the weights of a Hugging Face folder: configuration, tokenizer, templates."""
     found = {}
     for name, (backend, key) in (await list_files(folder)).items():
-        if not name.endswith(COMPANIONS) or is_weights(name) or name.startswith("."):
+        if not is_companion(name):
             continue
         data = await backend.get(key, COMPANION_BYTES + 1)
         if len(data) > COMPANION_BYTES:

@@ -9,18 +9,15 @@ import os
 from contextlib import AsyncExitStack
 from typing import Any
 
-from aiockpt.convert.folder_layout import is_weights
 from aiockpt.errors import CorruptionError
 from aiockpt.publish.downloads import DeltaFrames, Downloads, FullVersion
-from aiockpt.publish.form import VersionIndex
+from aiockpt.publish.form import COMPANION_BYTES, VersionIndex, is_companion
 from aiockpt.publish.frames import FrameReader, apply_frames, digest_of, load_zstd
 from aiockpt.publish.local_copy import LocalCopy
 from aiockpt.publish.update_plan import TensorPlan, UpdatePlan
-from aiockpt.publish.versions import DECISION, SUFFIX
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.storage.backend import Backend
 
-COMPANION_BYTES = 64 << 20
 MOST_THREADS = 16
 READS_AT_ONCE = 8
 """Tensors of a full version that are read at once; each read is cut into parts."""
@@ -67,7 +64,7 @@ class Updater:
         self.digests = {}
         for stat in (await self._backend.list(full.folder)).objects:
             name = stat.key.rpartition("/")[2]
-            if not (is_weights(name) or name.endswith(SUFFIX) or name == DECISION or stat.size > COMPANION_BYTES):
+            if is_companion(name) and stat.size <= COMPANION_BYTES:
                 data = await self._backend.get(stat.key, COMPANION_BYTES)
                 await run_blocking(self._work, (self._copy.path / name).write_bytes, data)
 

@@ -21,7 +21,16 @@ from aiockpt.convert.folder_layout import INDEX_NAME
 from aiockpt.convert.publish import flush_names
 from aiockpt.errors import ObjectNotFoundError, from_os_error
 from aiockpt.pipeline.collect import LEASE_S
-from aiockpt.publish.form import CHAIN, FOLD, VersionIndex, decode_version, index_key, parse_folder, version_folder
+from aiockpt.publish.form import (
+    CHAIN,
+    DECISION,
+    FOLD,
+    VersionIndex,
+    decode_version,
+    index_key,
+    parse_folder,
+    version_folder,
+)
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.processes import ProcessNames
 from aiockpt.runtime.world import World
@@ -29,7 +38,6 @@ from aiockpt.storage.backend import Backend, keeps_uploads, local_path
 from aiockpt.storage.transfer import delete_below, put_once, read_record, storage_now_ns, walk
 
 HIDDEN = ".aiockpt-"
-DECISION = "aiockpt.decision.json"
 SUFFIX = ".safetensors"
 
 

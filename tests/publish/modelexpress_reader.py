@@ -24,7 +24,7 @@ def main(endpoint: str, url: str, seed: str, folder: str, first: int, last: int)
     config = ObjectStorageGeneratorConfig(ObjectStorageType.S3, f"{first:06d}", seed, f"{folder}/cache")
     local = _LocalCheckpoint(model_name="policy", config=config, s3=client)
     local.initialize()
-    chain = []
+    chain: list[_S3Version] = []
     for number in range(first + 1, last + 1):
         uri = f"{url}/weight_v{number:06d}/model.safetensors.index.json"
         base = json.loads(client.get(uri))["metadata"].get("base_version")
@@ -42,4 +42,5 @@ def main(endpoint: str, url: str, seed: str, folder: str, first: int, last: int)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5], int(sys.argv[5]), int(sys.argv[6]))
+    server, place, base, where, begin, end = sys.argv[1:]
+    main(server, place, base, where, int(begin), int(end))

@@ -9,6 +9,7 @@ from aiockpt.errors import CorruptionError
 from aiockpt.publish.form import FileNote, VersionNotes, decode_version, encode_version, parse_folder, version_folder
 
 ZERO, ONE = "0" * 32, "1" * 32
+MODEL = "model-00001-of-00001.safetensors"
 
 
 def notes(kind: Any = "delta", **changes: Any) -> VersionNotes:
@@ -22,13 +23,13 @@ def notes(kind: Any = "delta", **changes: Any) -> VersionNotes:
         "created_ns": 1,
         "layout": ONE,
         "weight_bytes": 1000,
-        "files": {"model-00001-of-00001.safetensors": FileNote(10, ONE)},
+        "files": {MODEL: FileNote(10, ONE)},
         "tensors": {"w": (ZERO, ONE), "frozen": (ZERO, ZERO)},
     }
     return VersionNotes(**fields | changes)
 
 
-MAP = {"w": "model-00001-of-00001.safetensors"}
+MAP = {"w": MODEL}
 
 
 def test_a_delta_says_what_other_readers_ask_for() -> None:
@@ -65,6 +66,7 @@ def test_what_is_written_is_read() -> None:
         ({"tensors": {"w": (ZERO, ONE), "x": (ZERO, ONE)}}, "contradicts itself over 'x'"),
         ({"tensors": {"w": (ZERO, ZERO)}}, "contradicts itself over 'w'"),
         ({"files": {}}, "contradicts itself"),
+        ({"files": {MODEL: FileNote(10, ONE), "../../evil": FileNote(10, ONE)}}, "contradicts itself over 'its files'"),
         ({"v": 2}, "use a newer aiockpt"),
     ],
 )

@@ -54,5 +54,6 @@ async def test_the_lines_of_the_guide_publish_and_receive(tmp_path: Path) -> Non
         await run(receiver, names)
     assert names["engine"].folder == tmp_path / "got"
     loop = loop.replace("got", "other")
-    await run(loop.replace("        ...", "        seen.append(patch)") + "\n    break", names | {"seen": (seen := [])})
+    seen: list[Any] = []
+    await run(loop.replace("        ...", "        seen.append(patch)") + "\n    break", names | {"seen": seen})
     assert {patch.name for patch in seen} == state_of(1)["model"].state_dict().keys()

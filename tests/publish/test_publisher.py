@@ -17,7 +17,7 @@ from aiockpt.convert import to_hugging_face
 from aiockpt.errors import StorageError
 from aiockpt.events import PublicationFailed, VersionPublished
 from aiockpt.publish import step_weights, version_files
-from aiockpt.publish.versions import DECISION
+from aiockpt.publish.form import DECISION
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.publish.other_reader import OtherReader
 from tests.publish.policy import Policy, are_of, in_folder, publish, received, saved, state_of, weights_of
@@ -59,6 +59,23 @@ def test_another_reader_follows_the_chain_step_by_step(tmp_path: Path) -> None:
         assert has_weights_of(reader, step)
     assert numbers(tmp_path / "pub") == ["full_v000003", *(f"weight_v00000{number}" for number in range(6))]
     assert are_of(in_folder(tmp_path / "pub" / "full_v000003"), 3)
+
+
+@pytest.mark.slow
+def test_two_hundred_versions_with_folds_are_followed_by_another_reader_and_by_ours(tmp_path: Path) -> None:
+    pub = tmp_path / "pub"
+    reader: OtherReader | None = None
+    with small_checkpointer(tmp_path / "run", retention=aiockpt.Retention(last=2)) as ckpt:
+        for step in range(200):
+            ckpt.save(step, state_of(step)).result()
+            assert ckpt.publish(step, pub).result().version == step
+            reader = reader or OtherReader(pub)
+            if step % 9 == 0:
+                assert received(pub, tmp_path / "got") == [(step, step)]
+    assert reader is not None
+    reader.pull(199)
+    assert has_weights_of(reader, 199)
+    assert received(pub, tmp_path / "fresh") == [(199, 199)]
 
 
 def test_folds_in_the_chain_are_versions_that_begin_it_anew(tmp_path: Path) -> None:
