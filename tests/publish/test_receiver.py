@@ -148,6 +148,14 @@ def test_a_damaged_delta_is_refused_before_the_folder_changes_and_a_full_version
     assert received(tmp_path / "pub", tmp_path / "got") == [(2, 2)]
 
 
+def test_a_damaged_full_version_is_never_handed_out(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    flip(tmp_path / "pub" / "weight_v000000")
+    with pytest.raises(CorruptionError, match=r"weight_v000000: .* has not the digest that was published"):
+        received(tmp_path / "pub", tmp_path / "got")
+    assert not (tmp_path / "got" / "model.safetensors.index.json").exists()
+
+
 def test_a_receiver_that_follows_waits_out_a_damaged_version_and_an_outage(tmp_path: Path) -> None:
     publish(tmp_path / "run", tmp_path / "pub", 0)
     place = FaultyBackend(LocalBackend(tmp_path / "pub"), [Fault(do="fail", verb="list", at=3, times=2)])
