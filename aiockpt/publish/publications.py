@@ -19,7 +19,7 @@ from anyio.abc import TaskStatus
 from aiockpt.engine.alone import Destination
 from aiockpt.engine.context import Engine
 from aiockpt.engine.submit import check_step
-from aiockpt.errors import CheckpointError
+from aiockpt.errors import CheckpointError, StepNotFoundError
 from aiockpt.events import Committed, Event, PublicationFailed, VersionPublished
 from aiockpt.futures import Future
 from aiockpt.places.readers.hold import holding
@@ -155,6 +155,8 @@ class _Follower:
     async def _publish(self, step: int) -> None:
         try:
             await self._publications.publish_with(self._publisher, step, False)
+        except StepNotFoundError as error:  # retention was faster; the newer step follows
+            logger.info("step %d is not published: %s", step, error)
         except CheckpointError as error:
             logger.error("step %d is not published: %s", step, error)
         except Exception:

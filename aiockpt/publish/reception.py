@@ -104,12 +104,16 @@ class Reception:
             if newest is None or self._is_at(newest):
                 return
             self._news.set()
+            if self.at[0] < 0:
+                return
+            chain, _ = await self._chain.leading_to(newest, self.at[0])
             ahead_bytes = 0
-            for index in await self._chain.following(self.at[0], newest) if self.at[0] >= 0 else []:
+            for index in reversed(chain):
                 ahead_bytes += index.file_bytes
                 if ahead_bytes > AHEAD_BYTES:
                     break
-                await self._downloads.fetch(index)
+                if index.number > self.at[0] and not index.is_full:
+                    await self._downloads.fetch(index)
 
     def _is_at(self, index: VersionIndex) -> bool:
         return self.at == (index.number, index.notes.attempt)

@@ -57,16 +57,6 @@ class VersionChain:
             chain.append(before)
         return chain, folds
 
-    async def following(self, version: int, target: VersionIndex) -> list[VersionIndex]:
-        """Return the deltas after *version* up to *target*, the oldest first; none where a full version is between."""
-        found = []
-        index: VersionIndex | None = target
-        while index is not None and index.number > version and not index.is_full:
-            found.append(index)
-            index = await self._read(CHAIN, index.number - 1, index.notes.parent)
-        is_whole = index is not None and index.number == version
-        return found[::-1] if is_whole else []
-
     def forget(self, below: int) -> None:
         """Forget the indexes of versions below a number."""
         self._known = {folder: index for folder, index in self._known.items() if index.number >= below}

@@ -28,7 +28,11 @@ def test_versions_are_published_to_a_bucket_and_received_from_it(url: str, tmp_p
 
 @pytest.mark.parametrize(
     ("fold", "last"),
-    [("beside", 9), ("chain", 9), pytest.param("beside", 199, marks=pytest.mark.slow)],
+    [
+        ("beside", 9),
+        ("chain", 9),
+        pytest.param("beside", 199, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
 )
 def test_modelexpress_makes_the_same_weights_of_them(url: str, moto: str, tmp_path: Path, fold: str, last: int) -> None:
     python = os.environ.get("MODELEXPRESS_PYTHON")
@@ -41,7 +45,9 @@ def test_modelexpress_makes_the_same_weights_of_them(url: str, moto: str, tmp_pa
     out.mkdir()
     command = [python, str(READER), moto, url, str(tmp_path / "seed"), str(out), "0", str(last)]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280 if last < 20 else 1500, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     versions = sorted(path for path in out.iterdir() if path.name != "cache")
     assert versions[-1].name == f"{last:06d}"
