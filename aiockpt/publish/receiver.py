@@ -50,7 +50,7 @@ class VersionReceiver:
         self._path = Path(os.path.abspath(address.text))
         self._name = _default_name(self._path) if name is None else name
         if not isinstance(self._name, str) or not _NAME.fullmatch(self._name):
-            raise UsageError(f"receive(name={name!r}): name it in letters, digits, '.', '_' and '-', as rollout-3")
+            raise UsageError(f"{name!r} names no receiver: use letters, digits, '.', '_' and '-', as in rollout-3")
         check_amount("receive", "every_s", every_s, " seconds")
         load_zstd()
         self._url = url

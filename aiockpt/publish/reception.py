@@ -108,12 +108,11 @@ class Reception:
                 return
             chain, _ = await self._chain.leading_to(newest, self.at[0])
             ahead_bytes = 0
-            for index in reversed(chain):
+            for index in reversed([one for one in chain if one.number > self.at[0] and not one.is_full]):
                 ahead_bytes += index.file_bytes
                 if ahead_bytes > AHEAD_BYTES:
                     break
-                if index.number > self.at[0] and not index.is_full:
-                    await self._downloads.fetch(index)
+                await self._downloads.fetch(index)
 
     def _is_at(self, index: VersionIndex) -> bool:
         return self.at == (index.number, index.notes.attempt)

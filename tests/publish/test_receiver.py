@@ -17,6 +17,7 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import CorruptionError
+from aiockpt.publish import reception
 from aiockpt.publish.frames import FrameReader
 from aiockpt.publish.local_copy import LocalCopy
 from aiockpt.testing.faults import Fault, FaultyBackend
@@ -74,7 +75,8 @@ def test_only_the_newest_version_is_handed_out(tmp_path: Path) -> None:
     versions.close()
 
 
-def test_the_folder_changes_only_when_the_loop_comes_back(tmp_path: Path) -> None:
+def test_the_folder_changes_only_when_the_loop_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception, "AHEAD_BYTES", 10_000)  # more than a delta, and less than the full version
     publish(tmp_path / "run", tmp_path / "pub", 0)
     versions = iter(aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02))
     next(versions)
@@ -188,7 +190,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
         received(tmp_path / "pub", tmp_path / "got")
     with pytest.raises(aiockpt.UsageError, match="folder of this machine"):
         aiockpt.receive(tmp_path / "pub", "s3://bucket/got")
-    with pytest.raises(aiockpt.UsageError, match="as rollout-3"):
+    with pytest.raises(aiockpt.UsageError, match="as in rollout-3"):
         aiockpt.receive(tmp_path / "pub", tmp_path / "got", name="a/b")
 
 
