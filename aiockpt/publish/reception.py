@@ -124,7 +124,7 @@ class Reception:
             try:
                 if not self._is_begun:
                     await self._downloads.clear()
-                    await self._updater.learn()
+                    await self._updater.hash_all()
                     self._is_begun = True
                 await self._look()
                 if self._newest is not None and not self._is_at(self._newest):

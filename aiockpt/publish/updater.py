@@ -39,16 +39,16 @@ class Updater:
         self._reads = Limiter("tensors read", READS_AT_ONCE)
         self.digests: dict[str, str] = {}
 
-    async def learn(self) -> None:
+    async def hash_all(self) -> None:
         """Find out what the tensors of the folder are."""
 
-        async def learn_one(name: str) -> None:
+        async def hash_one(name: str) -> None:
             self.digests[name] = await run_blocking(self._work, self._digest, name)
 
         self.digests = {}
         async with open_tasks() as tasks:
             for name in self._copy.tensors:
-                tasks.start_soon(learn_one, name)
+                tasks.start_soon(hash_one, name)
 
     def _digest(self, name: str) -> str:
         return digest_of(self._copy.view(name))
