@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
     from aiockpt.options import IO, Best, Deadlines, Lazy, Limits, Retention, Tier
     from aiockpt.policies.cadence import Cadence
+    from aiockpt.publish.publication import Publish, Published
+    from aiockpt.publish.receiver import ReceivedVersion, receive
     from aiockpt.runtime.world import Ranks
     from aiockpt.session.checkpointer import Checkpointer
     from aiockpt.session.preemption import Preempted, Preemption
@@ -90,11 +92,14 @@ __all__ = [
     "Preempted",
     "Preemption",
     "Pruned",
+    "Publish",
+    "Published",
     "RankError",
     "RankFailedError",
     "RankTimeoutError",
     "Ranks",
     "RanksDisagreeError",
+    "ReceivedVersion",
     "ReplicasDifferError",
     "Retention",
     "Rewind",
@@ -124,6 +129,7 @@ __all__ = [
     "Verified",
     "WriterLostError",
     "per_rank",
+    "receive",
     "register_codec",
     "trainable",
 ]
@@ -146,11 +152,13 @@ _HOMES = (
     "aiockpt.adapters.selection",
     "aiockpt.engine.maintenance",
     "aiockpt.session.checkpointer",
+    "aiockpt.publish.publication",
+    "aiockpt.publish.receiver",
 )
 """The modules that define the public names; the cheapest to import are tried first."""
 
 
-_SUBMODULES = ("backends", "convert", "integrations", "monitor", "prove", "testing")
+_SUBMODULES = ("backends", "convert", "integrations", "monitor", "prove", "publish", "testing")
 """Imported when first used as an attribute, as in ``aiockpt.monitor.TraceFile()``."""
 
 

@@ -273,6 +273,31 @@ class PromotionFailed(Event, frozen=True, tag=True):
     final: bool
 
 
+class VersionPublished(Event, frozen=True, tag=True):
+    """The weights of the step were published in *seconds* as *version* of the place *url* (`aiockpt.Publish`).
+
+    Attributes:
+        kind: a "full" version, or a "delta" against the version before.
+        bytes: of its files, for *weight_bytes* of weights.
+        receivers: how many versions each living receiver is behind.
+    """
+
+    url: str
+    version: int
+    kind: Literal["full", "delta"]
+    bytes: int
+    weight_bytes: int
+    seconds: float
+    receivers: dict[str, int] = {}
+
+
+class PublicationFailed(Event, frozen=True, tag=True):
+    """The weights of the step could not be published at *url*: *error* is a repr."""
+
+    url: str
+    error: str
+
+
 class StorageRetried(Event, frozen=True, tag=True):
     """The call *verb* on *key* failed with *error* (a repr) and is retried, as attempt *attempt*, after *wait_s*."""
 

@@ -327,6 +327,15 @@ TABLES = (
         ("ETTR", "ettr_fraction", "percent"),
     ),
     _table(
+        "Publishing",
+        "publishing",
+        ("published in", "publish_s", "both"),
+        ("applied in", "apply_s", "both"),
+        ("of the weights", "delta_fraction", "percent"),
+        ("peak, publisher", "publish_peak_bytes", "bytes"),
+        ("peak, receiver", "apply_peak_bytes", "bytes"),
+    ),
+    _table(
         "Copies to farther tiers",
         "promotion",
         ("mean step slowed: median (all)", "slowed_fraction", "signed"),

@@ -200,6 +200,16 @@ _ALL = (
         repetitions=5,
     ),
     Scenario(
+        name="publishing",
+        question="How fast is what changed in a step published, and applied on another host, beside the same by hand?",
+        measure="measure.publishing:publishing",
+        contenders=dict.fromkeys(("aiockpt", "floor: by hand", "floor: with sums"), _NOTHING),
+        smoke_bytes=16 * MIB,
+        rounds=2,
+        paired=True,
+        deadline_s=3600.0,
+    ),
+    Scenario(
         name="every",
         question="What does a checkpoint of every iteration cost a real training loop?",
         measure="measure.every:every",

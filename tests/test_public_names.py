@@ -12,11 +12,12 @@ PUBLIC = frozenset(
     BackgroundSaveError BadStepError Best BlockingCallError Cadence CheckpointError Checkpointer ClosedError
     CommitConflictError CommitError CommitTimeoutError Copied CorruptionError Deadlines Description ForkedProcessError
     Future IO Lazy Limits LoadFuture LoadResult Loader LoaderPart NewerFormatError NoValidCheckpointError Preempted
-    Preemption Pruned RNG RankError RankFailedError RankTimeoutError Ranks RanksDisagreeError ReplicasDifferError
-    Retention Rewind RewindExhaustedError SaveCancelledError SaveFuture SaveResult SaveSkippedError ShardedSampler
-    Shards Span StateMismatchError StepExistsError StepInfo StepNotFoundError StorageAccessError StorageError
-    StorageFullError StorageTimeoutError Stream StreamLoader TensorInfo Tier TornSnapshotError UnsupportedStateError
-    UsageError Verified WriterLostError per_rank register_codec trainable
+    Preemption Pruned Publish Published RNG RankError RankFailedError RankTimeoutError Ranks RanksDisagreeError
+    ReceivedVersion ReplicasDifferError Retention Rewind RewindExhaustedError SaveCancelledError SaveFuture SaveResult
+    SaveSkippedError ShardedSampler Shards Span StateMismatchError StepExistsError StepInfo StepNotFoundError
+    StorageAccessError StorageError StorageFullError StorageTimeoutError Stream StreamLoader TensorInfo Tier
+    TornSnapshotError UnsupportedStateError UsageError Verified WriterLostError per_rank receive register_codec
+    trainable
     """.split()  # noqa: SIM905  one block of names reads better than a list of strings
 )
 

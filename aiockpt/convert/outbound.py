@@ -113,7 +113,7 @@ async def convert_step(
         slices = Slices(found.place, manifest)
         try:
             for file in layout.files:
-                await target.write(file.name, file.size, windows, _FileFiller(engine, slices, file), on_written)
+                await target.write(file.name, file.size, windows, FileFiller(engine, slices, file), on_written)
         finally:
             with anyio.CancelScope(shield=True):
                 await slices.close()
@@ -121,8 +121,8 @@ async def convert_step(
     return done
 
 
-class _FileFiller:
-    """Fills the windows of one file of a folder."""
+class FileFiller:
+    """Fills any part of one file of a folder, from the tensors of a step."""
 
     def __init__(self, engine: Engine, slices: Slices, file: FolderFile) -> None:
         self._engine = engine

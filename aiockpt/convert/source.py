@@ -69,7 +69,7 @@ async def open_source(folder: Backend, only: str | None = None) -> AsyncIterator
         UsageError: there are no weights, or several sets of them.
         CorruptionError: a file is missing or damaged, or the header or index contradicts the files.
     """
-    there = await _list_files(folder)
+    there = await list_files(folder)
     index = None
     if only is None and SINGLE_NAME not in there and INDEX_NAME in there:
         what = f"{folder.url}/{INDEX_NAME}"
@@ -83,17 +83,18 @@ async def open_source(folder: Backend, only: str | None = None) -> AsyncIterator
             reader = await _open_file(folder.url, there, name)
             opened.push_async_callback(reader.close)
             readers.append(reader)
-            headers.append(await _read_header(reader, f"{folder.url}/{name}"))
+            headers.append(await read_header(reader, f"{folder.url}/{name}"))
         tensors = _merge(folder.url, names, headers, index)
         yield Source(names, tuple(readers), tensors, _find_ties(headers, tensors))
 
 
 async def has_weights(folder: Backend) -> bool:
     """Return whether a folder holds safetensors files directly."""
-    return any(name.endswith(SUFFIX) for name in await _list_files(folder))
+    return any(name.endswith(SUFFIX) for name in await list_files(folder))
 
 
-async def _list_files(folder: Backend) -> _Files:
+async def list_files(folder: Backend) -> _Files:
+    """Return where each file of a folder lies; links are followed on this machine."""
     if (path := local_path(folder.url)) is not None:
         return await run_blocking(Limiter("looking", 1), _list_local, str(path))
     return {stat.key: (folder, stat.key) for stat in (await folder.list("")).objects}
@@ -138,7 +139,12 @@ async def _open_file(url: str, there: _Files, name: str) -> Reader:
         raise CorruptionError(f"{url}/{name} is missing: fetch the folder again", key=name) from error
 
 
-async def _read_header(reader: Reader, what: str) -> Header:
+async def read_header(reader: Reader, what: str) -> Header:
+    """Return the header of an open file, which messages call *what*.
+
+    Raises:
+        CorruptionError: it is damaged, cut short, or no safetensors file.
+    """
     length = bytearray(_LENGTH_BYTES)
     if reader.size < _LENGTH_BYTES:
         raise CorruptionError(f"{what} has {reader.size} bytes, too few for a header: fetch it again", key=what)

@@ -31,6 +31,7 @@ from aiockpt.events import (
     Promoted,
     PromotionFailed,
     PromotionQueued,
+    PublicationFailed,
     Replicated,
     Rewound,
     SaveFailed,
@@ -41,6 +42,7 @@ from aiockpt.events import (
     StepDamaged,
     StepRepaired,
     StorageRetried,
+    VersionPublished,
 )
 
 if TYPE_CHECKING:
@@ -131,6 +133,11 @@ _METRICS: tuple[tuple[str, ...], ...] = (
     ("Counter", "storage_retries", "Retried calls to storage.", "verb"),
     ("Counter", "copies", "Copies to farther places, by how they ended.", "url", "outcome"),
     ("Gauge", "copy_lag_seconds", "Of the last copy, from its commit on.", "url"),
+    ("Counter", "publications", "Versions of the weights, by how they ended.", "url", "outcome"),
+    ("Counter", "published_bytes", "Bytes of the files of versions.", "url"),
+    ("Gauge", "published_step", "Of the newest version.", "url"),
+    ("Gauge", "published_seconds", "Its publication took.", "url"),
+    ("Gauge", "receiver_lag", "Versions that a receiver was behind it.", "url", "receiver"),
     ("Counter", "loaded_bytes", "Bytes of the tensors that loads filled."),
     ("Gauge", "load_read_ratio", "Bytes read over bytes filled, last load."),
     ("Gauge", "copies_waiting", "Steps a farther place still lacks.", "url"),
@@ -242,6 +249,8 @@ class Metrics:
             Replicated: self._on_copied,
             PromotionQueued: self._on_queued,
             PromotionFailed: self._on_not_promoted,
+            VersionPublished: self._on_published,
+            PublicationFailed: lambda failed: metrics["publications"].labels(failed.url, "failed").inc(),
         }
 
     def _on_committed(self, event: Committed) -> None:
@@ -264,6 +273,14 @@ class Metrics:
         overtaken = [step for step in queue if step < event.step] if isinstance(event, Replicated) else []
         for step in (event.step, *overtaken):
             queue.pop(step, None)
+
+    def _on_published(self, event: VersionPublished) -> None:
+        self._metrics["publications"].labels(event.url, event.kind).inc()
+        self._metrics["published_bytes"].labels(event.url).inc(event.bytes)
+        self._metrics["published_step"].labels(event.url).set(event.step)
+        self._metrics["published_seconds"].labels(event.url).set(event.seconds)
+        for receiver, behind in event.receivers.items():
+            self._metrics["receiver_lag"].labels(event.url, receiver).set(behind)
 
     def _on_queued(self, event: PromotionQueued) -> None:
         queue = self._queues[event.url]

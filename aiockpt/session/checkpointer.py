@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, TypeVarTuple, get_args
 
@@ -83,6 +83,8 @@ from aiockpt.storage.open import open_backend
 
 if TYPE_CHECKING:
     from aiockpt.convert.foreign.fork import ForeignFork
+    from aiockpt.publish.publication import Publish, Published
+    from aiockpt.publish.publications import Publications
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -139,6 +141,8 @@ class Checkpointer:
         ranks: this process among those that save one state together, and the group that reads once; None uses
             ``torch.distributed``. With several, every rank makes the same calls: saves are matched by their step, loads and
             ``warm_up`` by their number.
+        publish: where the weights of committed steps are published as versions for other programs: a folder, a URL, or
+            a `Publish`. A version is a whole Hugging Face folder, or what has changed since the one before.
         config: the configuration of the program, a dict of what JSON can hold, kept with each step. A load logs what has
             changed since (``LoadResult.config_changes``), and ``aiockpt diff`` shows it. Values under names of secrets are
             stored, and not shown.
@@ -170,6 +174,7 @@ class Checkpointer:
         rewind: Rewind | None = None,
         observers: Sequence[Observer] = (),
         ranks: Ranks | None = None,
+        publish: Place | Publish | None = None,
         config: Mapping[str, Any] | None = None,
         world: World | None = None,
     ) -> None:
@@ -223,6 +228,8 @@ class Checkpointer:
         for observer in others:
             if isinstance(observer, StatisticsReader):
                 observer.read_statistics(self.statistics)
+        if publish is not None:
+            self._publications.follow(publish)
         _open.add(self)
 
     # ------------------------------------------------------------------ save
@@ -669,6 +676,32 @@ class Checkpointer:
         return StepWatch(
             self.run_on_destination, self._parts.holds, name, every_s=every_s, newest=newest, follow=follow
         )
+
+    def publish(self, step: int, dest: Place | Publish, *, full: bool = False) -> Future[Published]:
+        """Publish the weights of a committed step as the next version at *dest*, for `aiockpt.receive` and for engines.
+
+        The version is what has changed since the one before, where that one's step is still here; else it is a whole folder.
+        A step that is the newest version already is not published again. Concurrent calls follow each other.
+
+        Args:
+            dest: a folder, a URL, a backend, or a `Publish` with further options.
+            full: a whole folder in any case.
+
+        Raises: Raised by the future, except the first
+            UsageError: zstd is not installed (``pip install 'aiockpt[publish]'``); the options do not fit the step.
+            StepNotFoundError, CorruptionError: there is no such step, or it is damaged.
+            StorageError: of either place.
+        """
+        self._check_call()
+        return self._publications.publish(step, dest, full=full)
+
+    @cached_property
+    def _publications(self) -> Publications:
+        from aiockpt.publish.publications import Publications
+
+        made = Publications(self._loop, self._destination)
+        self._parts.shutdown.after_saves.append(made.finish)
+        return made
 
     # ------------------------------------------------------------------ the policy form
 

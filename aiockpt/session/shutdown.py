@@ -47,6 +47,9 @@ class Shutdown:
         before: called first, while everything still works.
         ends: called once, to end what observers do on the loop.
         after: called last, whatever happened.
+
+    Attributes:
+        after_saves: called when all saves have ended in order, while everything still works.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Shutdown:
         self._destination = destination
         self._copies = copies
         self._before, self._ends, self._after = before, ends, after
+        self.after_saves: list[Callable[[], object]] = []
         self._abandoned = False
 
     def wait(self) -> None:
@@ -102,6 +106,8 @@ class Shutdown:
         patience_s = 0.0
         try:
             self._wait(closes=True)
+            for finish in self.after_saves:
+                finish()
             patience_s = self._engine.options.deadlines.close_s
         except BaseException:
             self._abandon()

@@ -195,6 +195,8 @@ TABLE = [
           r"names as `(ckpt.describe\(\).result\(\).tensors)` has them",
           WITH % "lazy=aiockpt.Lazy(mutable=[one.name for one in {}])"),
     Entry(HOLD + "hold: pass", r"ask for another one, (ckpt\.hold\()…\)", HOLD + "{}1): pass"),
+    Entry("in_coroutine(aiockpt.receive('pub', 'got').__iter__().__next__)", r"a plain `for`.*write `(async for)`",
+          "async def main():\n  {} one in aiockpt.receive('nowhere', 'got', follow=False): pass\nawait main()"),
     Entry("in_coroutine(ckpt.hold(1).__enter__)", r"a plain `with` block.*write `(async with)`", "{} ckpt.hold(1): pass"),
     Entry("in_coroutine(ckpt.barrier)", r"barrier\(\).* write `(await ckpt\.wait_mutable\(\))`", "{}"),
     Entry("in_coroutine(ckpt.mutating().__enter__)",

@@ -230,6 +230,12 @@ def nothing_found(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.timeout(PROCESSES_S + 20)
+def test_the_command_kills_publishers_and_receivers(tmp_path: Path) -> None:
+    report = nothing_found(tmp_path, "publishing", "--count", "8", "--first-seed", "1")
+    assert '"publish killed"' in report
+
+
+@pytest.mark.timeout(PROCESSES_S + 20)
 def test_the_command_kills_real_processes_and_tells_what_came_of_it(tmp_path: Path) -> None:
     report = nothing_found(tmp_path, "sigkill")
     assert '"killed, 1 is there"' in report

@@ -114,9 +114,10 @@ ELSEWHERE = {
     "guide/tiers.md",
     "guide/recovery.md",
     "guide/launcher.md",
+    "guide/publish.md",
 }
 """Pages whose blocks have a test of their own: below, in `tests.docs.test_real_places`, `tests.test_notebooks`,
-`tests.launch.test_run` or `tests.adapters.test_tensor_kinds`."""
+`tests.launch.test_run`, `tests.publish.test_guide` or `tests.adapters.test_tensor_kinds`."""
 
 
 def python_of(page: str) -> list[str]:

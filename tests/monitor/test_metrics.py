@@ -15,6 +15,7 @@ import torch
 import aiockpt
 from aiockpt import events
 from aiockpt.backends.local import LocalBackend
+from aiockpt.events import PublicationFailed, VersionPublished
 from aiockpt.monitor import Metrics, Scalars
 from aiockpt.monitor.metrics import RunTime
 from aiockpt.runtime.world import OsFiles, World
@@ -33,6 +34,20 @@ def registry() -> Any:
 @pytest.fixture
 def read(registry: Any) -> Any:
     return registry.get_sample_value
+
+
+def test_versions_and_the_lag_of_receivers_are_counted(registry: Any, read: Read) -> None:
+    metrics, url = Metrics(registry), {"url": "file:///pub"}
+    usual: dict[str, Any] = {"at_ns": 1, "url": "file:///pub", "weight_bytes": 100, "seconds": 0.5}
+    metrics.on_event(VersionPublished(**usual, step=3, version=0, kind="full", bytes=100))
+    metrics.on_event(VersionPublished(**usual, step=4, version=1, kind="delta", bytes=7, receivers={"r": 1}))
+    metrics.on_event(PublicationFailed(at_ns=2, step=5, url="file:///pub", error="no"))
+    outcomes = [read("aiockpt_publications_total", url | {"outcome": one}) for one in ("full", "delta", "failed")]
+    assert outcomes == [1, 1, 1]
+    assert read("aiockpt_published_bytes_total", url) == 107
+    assert read("aiockpt_published_step", url) == 4
+    assert read("aiockpt_published_seconds", url) == 0.5
+    assert read("aiockpt_receiver_lag", url | {"receiver": "r"}) == 1
 
 
 def test_saves_loads_stages_and_copies_are_counted(registry: Any, read: Read, tmp_path: Path) -> None:

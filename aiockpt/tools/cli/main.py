@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from aiockpt.errors import CheckpointError, StepNotFoundError, StorageError, UsageError
 from aiockpt.tools.cli import show
-from aiockpt.tools.cli.commands import cleanup, look, move, operate, run, try_out  # noqa: F401  importing registers them
+from aiockpt.tools.cli.commands import cleanup, look, move, operate, publishing, run, try_out  # noqa: F401  registers them
 from aiockpt.tools.cli.commands.app import DAMAGED, STORAGE_FAILED, WRONG_CALL, app
 
 __all__ = ["app", "main"]

@@ -32,8 +32,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 DAMAGED, WRONG_CALL, STORAGE_FAILED = 1, 2, 3
 
 _ORDER = [
-    "run", "ls", "inspect", "verify", "diff", "cp", "convert", "prune", "rm", "gc", "commit", "top", "report", "watch",
-    "prove", "doctor", "bench", "plan", "demo",
+    "run", "ls", "inspect", "verify", "diff", "cp", "convert", "publish", "receive", "prune", "rm", "gc", "commit", "top",
+    "report", "watch", "prove", "doctor", "bench", "plan", "demo",
 ]  # fmt: skip
 """The commands as ``--help`` lists them."""
 

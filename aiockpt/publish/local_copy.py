@@ -1,0 +1,266 @@
+"""The folder of a receiver: the tensors of one version in files that every tool opens, changed in place.
+
+Guarantees:
+
+- One process at a time has the folder, by a lock that ends with the process.
+- The folder has an index only while all of its tensors are those of one version, verified and flushed.
+- A killed process leaves a folder of which each tensor is known by its digest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from aiockpt.backends.local_tree import FALLBACKS
+from aiockpt.convert.folder_layout import INDEX_NAME
+from aiockpt.errors import CorruptionError, UsageError, from_os_error
+from aiockpt.format.document import described
+from aiockpt.format.safetensors import Entry, Header, decode_header, header_size
+from aiockpt.publish.form import VersionIndex, version_text
+from aiockpt.publish.frames import Bytes
+from aiockpt.runtime.world import fallocate
+
+PRIVATE = ".aiockpt"
+"""Below the folder: the lock, the record of the files, and what is downloaded."""
+_RECORD, _LOCK = "copy.json", "lock"
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """What the files of the folder are: *layout* is the digest of names, dtypes and shapes, "" while they are made;
+    *version*, the last one."""
+
+    layout: str
+    files: tuple[str, ...]
+    version: int
+
+
+class LocalTensor(msgspec.Struct, frozen=True):
+    """A tensor in the folder."""
+
+    file: str
+    entry: Entry
+    start: int
+    end: int
+
+
+class LocalCopy:
+    """The folder *path*; blocking, on worker threads.
+
+    Attributes:
+        layout: digest of names, dtypes and shapes; "" before there are files.
+        version: that was complete last; -1 before the first.
+        tensors: by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.layout = ""
+        self.version = -1
+        self.tensors: dict[str, LocalTensor] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+        self._lock: int | None = None
+
+    @property
+    def private(self) -> Path:
+        """The folder for what is no part of the model."""
+        return self.path / PRIVATE
+
+    def open(self) -> None:
+        """Lock the folder and map the files that are there.
+
+        Raises:
+            UsageError: another process has it, or it holds other files.
+        """
+        try:
+            self.private.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.private / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+            self._take_lock()
+            record = self._read_record()
+            if record is None:
+                self._refuse_others()
+            else:
+                self._map(record)
+        except OSError as error:
+            raise from_os_error(error, "opening", str(self.path)) from error
+
+    def _take_lock(self) -> None:
+        assert self._lock is not None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(self._lock, 64, 0).decode("ascii", "replace")
+            os.close(self._lock)
+            self._lock = None
+            raise UsageError(
+                f"{self.path} is kept by another receiver (process {who or 'unknown'}): one process of a host receives, and "
+                "the others read its folder; or give another folder"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def _read_record(self) -> _Record | None:
+        try:
+            return msgspec.json.decode((self.private / _RECORD).read_bytes(), type=described(_Record))
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
+
+    def _refuse_others(self) -> None:
+        if others := sorted(name for name in os.listdir(self.path) if name != PRIVATE):
+            raise UsageError(
+                f"{self.path} holds {others[0]}, which no receiver has made: give an empty or a new folder"
+            )
+
+    def _map(self, record: _Record) -> None:
+        """Map the files of *record*; make nothing of it where they are not what it says."""
+        try:
+            for name in record.files:
+                self._map_file(name)
+        except (OSError, ValueError, CorruptionError):
+            self._unmap()
+            return
+        self.layout, self.version = record.layout, record.version
+
+    def _map_file(self, name: str) -> None:
+        with (self.path / name).open("r+b") as file:
+            mapped = self._maps[name] = mmap.mmap(file.fileno(), 0)
+        header = read_mapped_header(mapped)
+        for entry in header.entries:
+            start = header.data_start + entry.start
+            self.tensors[entry.name] = LocalTensor(name, entry, start, header.data_start + entry.end)
+
+    def _unmap(self) -> None:
+        self.tensors = {}
+        maps, self._maps = self._maps, {}
+        for mapped in maps.values():
+            with suppress(BufferError):  # a view of a failed update; the collector closes it
+                mapped.close()
+
+    def create(self, layout: str, files: Mapping[str, tuple[bytes, int]]) -> None:
+        """Make the folder anew, with *files*: name → (header, size); their tensors are torn.
+
+        Raises:
+            StorageFullError: they do not fit.
+        """
+        self._unmap()
+        self.layout, self.version = "", -1
+        try:
+            self._write_record(_Record("", (), -1))  # what is here from now on is a receiver's, whole or not
+            for name in os.listdir(self.path):
+                if name != PRIVATE:
+                    _remove(self.path / name)
+            for name, (header, size) in files.items():
+                self._create_file(name, header, size)
+            self._write_record(_Record(layout, tuple(files), -1))
+        except OSError as error:
+            raise from_os_error(error, "making the files of", str(self.path)) from error
+        self._map(_Record(layout, tuple(files), -1))
+
+    def _create_file(self, name: str, header: bytes, size: int) -> None:
+        fd = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            _reserve(fd, size)
+            os.pwrite(fd, header, 0)
+        finally:
+            os.close(fd)
+
+    def _write_record(self, record: _Record) -> None:
+        _write_whole(self.private / _RECORD, msgspec.json.encode(record))
+
+    def view(self, name: str) -> Bytes:
+        """Return the bytes of a tensor, to read and to change."""
+        found = self.tensors[name]
+        mapped = self._maps[found.file]
+        return np.frombuffer(mapped, np.uint8, found.end - found.start, found.start)
+
+    def begin(self) -> None:
+        """Begin to change tensors: from here on the folder is no whole."""
+        with suppress(FileNotFoundError):
+            (self.path / INDEX_NAME).unlink()
+            _flush_names(self.path)
+
+    def complete(self, target: VersionIndex) -> None:
+        """Make the folder a whole again, that of the version *target*."""
+        try:
+            for mapped in self._maps.values():
+                mapped.flush()
+            self._write_record(_Record(self.layout, tuple(self._maps), target.number))
+            metadata = {
+                "total_size": target.notes.weight_bytes,
+                "version": version_text(target.number),
+                "step": target.notes.step,
+            }
+            weight_map = {name: tensor.file for name, tensor in sorted(self.tensors.items())}
+            data = msgspec.json.encode({"metadata": metadata, "weight_map": weight_map})
+            _write_whole(self.path / INDEX_NAME, data)
+        except OSError as error:
+            raise from_os_error(error, "writing to", str(self.path)) from error
+        self.version = target.number
+
+    def close(self) -> None:
+        """Give the folder up."""
+        self._unmap()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _flush_names(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Replace a small file by a rename; flushed."""
+    beside = path.with_name(f"{path.name}.new")
+    with beside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.rename(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def map_file(path: Path, size: int) -> mmap.mmap:
+    """Make a file of *size* bytes, or replace it, and map it to be written."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        _reserve(fd, size)
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
+
+
+def _reserve(fd: int, size: int) -> None:
+    os.ftruncate(fd, size)
+    try:
+        fallocate(fd, 0, size)  # else a full disk would end the process in the middle of a write to memory
+    except OSError as error:
+        if error.errno not in FALLBACKS["fallocate"].absent:
+            raise
+
+
+def read_mapped_header(mapped: mmap.mmap) -> Header:
+    """Return the header of a mapped file.
+
+    Raises:
+        CorruptionError: it is no safetensors file.
+    """
+    return decode_header(mapped[: min(len(mapped), header_size(mapped[:8]))], len(mapped))

@@ -1,0 +1,180 @@
+"""Publications of one checkpointer: on request, and of each committed step.
+
+Guarantees:
+
+- A publication never holds up a save, and its failure never fails one: in the background it is logged and emitted.
+- While a version is written, committed steps wait, and the newest of them is published next.
+- When the checkpointer is closed in order, the last committed step is published first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+import anyio
+from anyio.abc import TaskStatus
+
+from aiockpt.engine.alone import Destination
+from aiockpt.engine.context import Engine
+from aiockpt.engine.submit import check_step
+from aiockpt.errors import CheckpointError, StepNotFoundError
+from aiockpt.events import Committed, Event, PublicationFailed, VersionPublished
+from aiockpt.futures import Future
+from aiockpt.places.readers.hold import holding
+from aiockpt.publish.frames import load_zstd
+from aiockpt.publish.publication import Publish, Published, as_publish
+from aiockpt.publish.publisher import Publisher
+from aiockpt.publish.receiver_notes import ReceiverNote
+from aiockpt.redaction import redact
+from aiockpt.runtime.loop import Submitted, made_for_the_loop
+from aiockpt.runtime.promise import Promise
+from aiockpt.runtime.world import Loop
+from aiockpt.storage.backend import Backend
+
+logger = logging.getLogger("aiockpt")
+
+
+class Publications:
+    """The publishers of one checkpointer, one for each place.
+
+    Raises:
+        UsageError: zstd is not installed.
+    """
+
+    def __init__(self, loop: Loop, destination: Destination) -> None:
+        load_zstd()
+        self._loop = loop
+        self._destination = destination
+        self._engine: Engine = destination.engine
+        self._publishers: dict[object, Publisher] = {}
+        self._followers: list[tuple[_Follower, Submitted]] = []
+        with made_for_the_loop():
+            self._begun, self._over = anyio.Event(), anyio.Event()
+        self._serving = loop.submit(self._serve)
+
+    def publish(self, step: int, dest: str | os.PathLike[str] | Backend | Publish, *, full: bool) -> Future[Published]:
+        """Publish a step, as `aiockpt.Checkpointer.publish` does."""
+        step, options = check_step(step), as_publish(dest)
+        publisher = self._publisher(options)
+        promise: Promise[Published] = Promise(f"publication of step {step}")
+        promise.run(self._loop, self.publish_with, publisher, step, full)
+        return Future(promise)
+
+    def follow(self, dest: str | os.PathLike[str] | Backend | Publish) -> None:
+        """Publish each committed step from now on; of several ranks one does."""
+        options = as_publish(dest)
+        if self._engine.rank == 0:
+            follower = _Follower(self, self._publisher(options), options.every or 1)
+            self._engine.add_observer(follower)
+            self._followers.append((follower, self._loop.submit(follower.run)))
+
+    def _publisher(self, options: Publish) -> Publisher:
+        found = self._publishers.get(key := repr(options))
+        if found is None:
+            with made_for_the_loop():
+                found = self._publishers[key] = Publisher(self._destination, options, self._hold)
+        return found
+
+    async def _serve(self) -> None:
+        """Be the parent of the holds."""
+        async with anyio.create_task_group() as self._tasks:
+            self._begun.set()
+            await self._over.wait()
+            self._tasks.cancel_scope.cancel()
+
+    async def _hold(self, step: int) -> anyio.Event:
+        """Hold a step until the event that is returned is set."""
+        await self._begun.wait()
+        release = anyio.Event()
+        await self._tasks.start(self._keep, step, release)
+        return release
+
+    async def _keep(self, step: int, release: anyio.Event, *, task_status: TaskStatus[None]) -> None:
+        async with holding(self._destination, step, "a publication, as the base of the next version"):
+            task_status.started()
+            await release.wait()
+
+    async def publish_with(self, publisher: Publisher, step: int, full: bool) -> Published:
+        """Publish a step and emit what became of it; on the loop."""
+        url = redact(publisher.url)
+        try:
+            published, receivers = await publisher.publish(step, full=full)
+        except CheckpointError as error:
+            now_ns = self._engine.now_ns()
+            self._engine.emit(PublicationFailed(at_ns=now_ns, step=step, url=url, error=repr(error)))
+            raise
+        self._engine.emit(_event(published, url, receivers, self._engine.now_ns()))
+        return published
+
+    def finish(self) -> None:
+        """Wait until what was committed is published, and release the held steps. Blocks; never on the loop thread."""
+        try:
+            for follower, running in self._followers:
+                self._loop.submit(follower.end).result()
+                running.result()
+        finally:
+            self._loop.call_soon(self._over.set)
+            self._serving.result()
+            for publisher in self._publishers.values():
+                self._loop.submit(publisher.close).result()
+
+
+class _Follower:
+    """Publishes committed steps that are multiples of *every*: an observer, and a task on the loop."""
+
+    def __init__(self, publications: Publications, publisher: Publisher, every: int) -> None:
+        self._publications = publications
+        self._publisher = publisher
+        self._every = every
+        self._due: int | None = None
+        self._is_ending = False
+        with made_for_the_loop():
+            self._news = anyio.Event()
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Committed) and event.step % self._every == 0:
+            self._due = event.step
+            self._news.set()
+
+    async def run(self) -> None:
+        """Publish what is due until `end`, and then what is left."""
+        while not self._is_ending or self._due is not None:
+            await self._news.wait()
+            self._news = anyio.Event()
+            if self._due is not None:
+                step, self._due = self._due, None
+                await self._publish(step)
+
+    async def end(self) -> None:
+        """Let `run` end when all that is due is published."""
+        self._is_ending = True
+        self._news.set()
+
+    async def _publish(self, step: int) -> None:
+        try:
+            await self._publications.publish_with(self._publisher, step, False)
+        except StepNotFoundError as error:  # retention was faster; the newer step follows
+            logger.info("step %d is not published: %s", step, error)
+        except CheckpointError as error:
+            logger.error("step %d is not published: %s", step, error)
+        except Exception:
+            logger.exception("step %d is not published", step)
+
+    def __repr__(self) -> str:
+        return f"<publication to {redact(self._publisher.url)}>"
+
+
+def _event(published: Published, url: str, receivers: Sequence[ReceiverNote], at_ns: int) -> VersionPublished:
+    return VersionPublished(
+        at_ns=at_ns,
+        step=published.step,
+        url=url,
+        version=published.version,
+        kind=published.kind,
+        bytes=published.file_bytes,
+        weight_bytes=published.weight_bytes,
+        seconds=published.seconds,
+        receivers={note.name: published.version - note.version for note in receivers},
+    )

@@ -1,0 +1,170 @@
+"""The receiver: a folder of this host that follows the versions in a place, handed out one version at a time.
+
+Guarantees:
+
+- A version is handed out when every tensor of the folder is verified. The folder does not change before the loop comes
+  back for the next one; what follows is downloaded meanwhile, on a thread of its own.
+- Only the newest version is handed out: those in between are passed over.
+- Killed anywhere, the next receiver of the folder goes on from what is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import AsyncGenerator, Generator
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from aiockpt.errors import BlockingCallError, UsageError
+from aiockpt.futures import Future
+from aiockpt.options import check_amount
+from aiockpt.publish.frames import load_zstd
+from aiockpt.publish.local_copy import LocalCopy
+from aiockpt.publish.received_version import ReceivedVersion as ReceivedVersion
+from aiockpt.publish.reception import Reception
+from aiockpt.runtime.loop import LoopThread, made_for_the_loop, refuse_in_event_loop, run_in_thread
+from aiockpt.runtime.promise import Promise
+from aiockpt.runtime.world import World
+from aiockpt.session.checkpointer import Place
+from aiockpt.storage.address import parse_address
+from aiockpt.storage.open import open_backend
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class VersionReceiver:
+    """Keeps a folder at the newest version; made by `receive`. Iterate it once, with ``for`` or ``async for``.
+
+    It ends with the loop. After an error in the loop's body, with the program; at once as ``with`` or ``async with``.
+    """
+
+    def __init__(
+        self, url: Place, folder: str | os.PathLike[str], name: str | None, *, every_s: float, follow: bool
+    ) -> None:
+        address = parse_address(folder)
+        if address.scheme != "file":
+            raise UsageError(f"receive() into {folder}: name a folder of this machine, such as /dev/shm/policy")
+        self._path = Path(os.path.abspath(address.text))
+        self._name = _default_name(self._path) if name is None else name
+        if not isinstance(self._name, str) or not _NAME.fullmatch(self._name):
+            raise UsageError(f"{name!r} names no receiver: use letters, digits, '.', '_' and '-', as in rollout-3")
+        check_amount("receive", "every_s", every_s, " seconds")
+        load_zstd()
+        self._url = url
+        self._world = World()
+        self._backend = open_backend(url, world=self._world)
+        self._every_s = every_s
+        self._follow = follow
+        self._copy = LocalCopy(self._path)
+        self._loop: LoopThread | None = None
+
+    def __iter__(self) -> Generator[ReceivedVersion]:
+        refuse_in_event_loop("a plain `for`", "write `async for`")
+        self._begin()
+        try:
+            while (version := self._next().result()) is not None:
+                yield version
+        finally:
+            with suppress(
+                BlockingCallError
+            ):  # collected on a thread that must not wait; the interpreter's exit ends it
+                self.close()
+
+    async def __aiter__(self) -> AsyncGenerator[ReceivedVersion]:
+        self._begin()
+        try:
+            while (version := await self._next()) is not None:
+                yield version
+        finally:
+            await self.aclose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _begin(self) -> None:
+        if self._loop is not None:
+            raise UsageError("this receiver was used already: call receive() again")
+        self._copy.open()
+        self._loop = LoopThread("aiockpt-receive", self.close)
+        with made_for_the_loop():
+            self._reception = Reception(
+                self._backend, self._copy, self._name, self._world, every_s=self._every_s, follow=self._follow
+            )
+        self._following = self._loop.submit(self._reception.follow) if self._follow else None
+
+    def _next(self) -> Future[ReceivedVersion | None]:
+        assert self._loop is not None
+        promise: Promise[ReceivedVersion | None] = Promise("next version")
+        promise.run(self._loop, self._reception.next)
+        return Future(promise)
+
+    def close(self) -> None:
+        """End; the folder stays as it is. Idempotent; on no thread that runs an event loop."""
+        loop = self._loop
+        if loop is None or not loop.usable:
+            return
+        if self._following is not None:
+            self._following.cancel()
+        try:
+            loop.submit(self._end).result()
+        finally:
+            loop.close(cancel=True)
+            self._copy.close()
+
+    async def aclose(self) -> None:
+        """`close`, in an event loop."""
+        await run_in_thread("end of a receiver", self.close)
+
+    async def _end(self) -> None:
+        await self._reception.end()
+        if self._backend is not self._url:
+            await self._backend.close()
+
+    def __repr__(self) -> str:
+        return f"<VersionReceiver {self._name} of {self._backend.url} in {self._path}>"
+
+
+def _default_name(path: Path) -> str:
+    text = re.sub(r"[^A-Za-z0-9._-]", "-", f"{socket.gethostname()}-{path.name}")
+    return text[-64:].lstrip("._-") or "receiver"
+
+
+def receive(
+    url: Place,
+    folder: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    every_s: float = 1.0,
+    follow: bool = True,
+) -> VersionReceiver:
+    """Keep *folder* at the newest version that was published at *url*: ``async for version in receive(url, folder): …``.
+
+    Each turn of the loop has the newest version in ``version.folder``, a Hugging Face folder with every tensor verified,
+    which does not change before the loop comes back. ``for`` outside an event loop. One process of a host receives into a
+    folder (best below ``/dev/shm``); any number may read it.
+
+    Args:
+        url: a folder, a URL or a backend, as in `aiockpt.Publish`.
+        folder: of this machine; new, empty, or that of an earlier receiver.
+        name: of this receiver, by which the publisher knows who still needs what; by default of host and folder.
+        every_s: seconds between two looks for a new version.
+        follow: wait for versions to come; False ends when there is no newer one.
+
+    Raises:
+        UsageError: zstd is not installed (``pip install 'aiockpt[publish]'``), or an argument cannot be used; while it is
+            iterated, another process keeps the folder.
+        CorruptionError, StorageError: without *follow*; else they are logged, and tried again.
+    """
+    return VersionReceiver(url, folder, name, every_s=every_s, follow=follow)

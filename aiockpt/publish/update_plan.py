@@ -1,0 +1,95 @@
+"""The plan of an update: for each tensor of a folder, which bytes make it that of a version.
+
+Guarantees:
+
+- Pure. What a tensor is now is known by its digest alone, so that a folder whose receiver was killed anywhere is planned
+  like any other: a tensor that is new already is left, one that is an older version's gets the deltas since, and a torn
+  one is made anew from a full version.
+- The cheaper way is taken, along the chain or from a full version, by the bytes that must be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from aiockpt.errors import CorruptionError
+from aiockpt.publish.form import VersionIndex, newest_full
+
+
+class TensorPlan(msgspec.Struct, frozen=True):
+    """How a tensor becomes that of the target: all of it from *full*, unless that is None; then *deltas*, in order."""
+
+    full: VersionIndex | None
+    deltas: tuple[VersionIndex, ...]
+
+
+class UpdatePlan(msgspec.Struct, frozen=True):
+    """The tensors that change.
+
+    Attributes:
+        deltas: the versions whose files are needed, the oldest first.
+        least: the lowest number of a version that is read.
+    """
+
+    target: VersionIndex
+    tensors: dict[str, TensorPlan]
+    deltas: tuple[VersionIndex, ...]
+    least: int
+
+
+def plan_update(
+    now: Mapping[str, str], chain: Sequence[VersionIndex], folds: Sequence[VersionIndex], url: str
+) -> UpdatePlan:
+    """Return the plan for tensors that have the digests *now*.
+
+    Args:
+        now: name → digest; a tensor that is torn, or not there, has none.
+        chain: the target, and the versions before it, the newest first; only the last one may be a full version.
+        folds: full versions of some of them.
+
+    Raises:
+        CorruptionError: a tensor must be made anew, and there is no full version to make it from.
+    """
+    target = chain[0]
+    deltas = [index for index in chain if not index.is_full]
+    start = target.number - len(deltas)
+    full = newest_full([*folds, *(index for index in chain if index.is_full)], target.number)
+    if full is not None and full.number < start:
+        full = None
+    found = {name: _find(name, now.get(name), target, deltas) for name in target.notes.tensors}
+    behind = [number for number in found.values() if number is not None]
+    skipped = [index for index in deltas if full is not None and index.number <= full.number]
+    needed = [index for index in skipped if behind and index.number > min(behind)]
+    if full is not None and sum(index.file_bytes for index in needed) > full.notes.weight_bytes:
+        found = {name: None if at is None or at < full.number else at for name, at in found.items()}
+    plans: dict[str, TensorPlan] = {}
+    for name, at in found.items():
+        if at == target.number:
+            continue
+        if at is None and full is None:
+            raise CorruptionError(
+                f"{url}: no full version is left from which {name} of version {target.number} can be made: publish "
+                "a full one"
+            )
+        since = at if at is not None or full is None else full.number
+        steps = tuple(one for one in reversed(deltas) if one.number > (since or 0) and name in one.weight_map)
+        plans[name] = TensorPlan(full if at is None else None, steps)
+    used = {index.number: index for plan in plans.values() for index in plan.deltas}
+    fulls = [plan.full.number for plan in plans.values() if plan.full is not None]
+    return UpdatePlan(
+        target, plans, tuple(used[number] for number in sorted(used)), min([*used, *fulls], default=target.number)
+    )
+
+
+def _find(name: str, digest: str | None, target: VersionIndex, deltas: Sequence[VersionIndex]) -> int | None:
+    """Return the newest version in which a tensor had that digest; None where it had in none."""
+    if digest is None:
+        return None
+    if target.notes.tensors[name][1] == digest:
+        return target.number
+    for index in deltas:
+        if index.notes.tensors.get(name, ("", ""))[0] == digest:
+            return index.number - 1
+    return None

@@ -1,0 +1,150 @@
+"""Commands on published weights: ``publish`` makes versions of steps, ``receive`` keeps a folder at the newest one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from aiockpt.errors import CheckpointError, UsageError
+from aiockpt.tools.cli import show
+from aiockpt.tools.cli.commands.app import (
+    DAMAGED,
+    Json,
+    Root,
+    app,
+    argument,
+    chosen_steps,
+    finish,
+    flag,
+    open_checkpointer,
+    option,
+)
+from aiockpt.units import count, size
+
+if TYPE_CHECKING:
+    from aiockpt.publish.publication import Publish, Published
+
+
+@app.command("publish")
+def publish(
+    root: Root,
+    dest: Annotated[str, argument("Where versions are published: a folder or a URL of its own.")],
+    step: Annotated[str | None, option("The step to publish (default: the newest).", "STEP")] = None,
+    follow: Annotated[bool, flag("Go on with the newest step, each time there is one.", "--follow")] = False,
+    full: Annotated[bool, flag("Publish a whole folder, and no delta.", "--full")] = False,
+    dtype: Annotated[str | None, option("Round floating point to this dtype, such as bfloat16.", "DTYPE")] = None,
+    like: Annotated[
+        str | None, option("A Hugging Face folder: its names, dtypes, config, tokenizer.", "FOLDER")
+    ] = None,
+    prefix: Annotated[str | None, option("The part of the state that holds the weights.", "NAME")] = None,
+    every: Annotated[int | None, option("With --follow: only steps that are multiples of it.", "N", min=1)] = None,
+    keep: Annotated[
+        int | None, option("Versions to keep before the newest full one. Default: all.", "N", min=0)
+    ] = None,
+    full_every: Annotated[int, option("Of so many versions, one is there in full, too.", "N", min=1)] = 20,
+    in_chain: Annotated[bool, flag("Full ones are versions of the chain themselves.", "--fold-chain")] = False,
+    as_json: Json = False,
+) -> None:
+    """Publish the weights of a step as a version: a Hugging Face folder, or what changed since the one before."""
+    from aiockpt.publish.publication import Publish
+
+    options = Publish(
+        dest,
+        dtype=dtype,
+        like=like,
+        every=every,
+        keep=keep,
+        full_every=full_every,
+        fold="chain" if in_chain else "beside",
+        prefix=prefix,
+    )
+    if not follow:
+        (number,) = chosen_steps(root, step, False, valid=True)
+        with open_checkpointer(root) as ckpt:
+            done = finish(ckpt.publish(number, options, full=full))
+        show.json_or(as_json, done, lambda: _show(done))
+        return
+    if step is not None or full:
+        raise UsageError("--follow publishes each new step: give no --step and no --full with it")
+    _follow(root, options, as_json)
+
+
+def _follow(root: str, options: Publish, as_json: bool) -> None:
+    """Publish the newest step again and again, until a signal comes."""
+    from aiockpt.format.document import digest128
+    from aiockpt.runtime.signals import Interrupted, ended_by_signals
+
+    name = f"publish-{digest128(str(options.dest).encode())[-12:]}"
+    try:
+        with ended_by_signals(), open_checkpointer(root) as ckpt:
+            for step in ckpt.watch(name, every_s=1.0, newest=True):
+                if options.every is not None and step.step % options.every:
+                    continue
+                try:
+                    done = finish(ckpt.publish(step.step, options))
+                except UsageError:
+                    raise
+                except CheckpointError as error:
+                    show.problem(f"step {step.step} is not published, and is tried again: {error}")
+                    step.again()
+                    continue
+                show.json_or(as_json, done, partial(_show, done))
+    except Interrupted as interruption:
+        raise typer.Exit(128 + interruption.number) from None
+
+
+def _show(done: Published) -> None:
+    share = f"{100 * done.file_bytes / max(done.weight_bytes, 1):.1f} % of {size(done.weight_bytes)}"
+    what = "in full" if done.base is None else f"{count(done.changed, 'tensor')} changed since version {done.base}"
+    show.say(
+        f"{show.mark(True)} version {done.version}, of step {done.step}: {what}, {size(done.file_bytes)} ({share}) in "
+        f"{done.seconds:.1f} s, {escape(done.url)}"
+    )
+
+
+@app.command("receive")
+def receive(
+    url: Annotated[str, argument("Where versions are published: a folder or a URL.")],
+    folder: Annotated[Path, argument("The folder to keep at the newest version, best below /dev/shm.")],
+    command: Annotated[
+        str | None,
+        option("A shell command for each; it gets AIOCKPT_VERSION, AIOCKPT_STEP, AIOCKPT_FOLDER.", "COMMAND", "--exec"),
+    ] = None,
+    name: Annotated[str | None, option("Name of this receiver; by default of host and folder.")] = None,
+    once: Annotated[bool, flag("Exit when there is no newer version.", "--once")] = False,
+    every: Annotated[float, option("Seconds between two looks for a new version.", min=0.1)] = 1.0,
+) -> None:
+    """Keep a folder at the newest published version, verified; the folder does not change while the command runs."""
+    from aiockpt.publish.receiver import receive as receive_versions
+    from aiockpt.runtime.signals import Interrupted, ended_by_signals
+
+    failed = False
+    versions = receive_versions(url, folder, name=name, every_s=every, follow=not once)
+    try:
+        with ended_by_signals():
+            for version in versions:
+                show.say(f"{show.mark(True)} version {version.version}, of step {version.step}: {escape(str(folder))}")
+                variables = {
+                    "AIOCKPT_VERSION": str(version.version),
+                    "AIOCKPT_STEP": str(version.step),
+                    "AIOCKPT_FOLDER": str(version.folder),
+                }
+                if command is not None:
+                    status = subprocess.run(
+                        command, shell=True, env={**os.environ, **variables}, check=False
+                    ).returncode
+                    if status:
+                        failed = True
+                        show.problem(f"version {version.version}: the command ended with {status}")
+    except Interrupted as interruption:
+        raise typer.Exit(128 + interruption.number) from None
+    finally:
+        versions.close()
+    if failed:
+        raise typer.Exit(DAMAGED)

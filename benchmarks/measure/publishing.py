@@ -1,0 +1,229 @@
+"""Publication of what changed in a step, and its application on another host, beside the same work by hand.
+
+A step's weights are bfloat16, and 0.8 % of them differ from the step before (a learning rate of 3e-6). *By hand* means: read
+both steps' files, XOR, zstd of level 1, write and flush, on as many threads as there are processors; and on the other side
+read, decompress, XOR into a file that is mapped from memory. *With sums* adds what the form asks for: two XXH3-128 and an
+Adler-32 while publishing, one XXH3-128 while applying. aiockpt verifies every block that it reads besides. Each side is a
+process of its own that holds no model; its peak is the largest anonymous memory beyond that before the first call.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+import aiockpt
+from aiockpt.publish.frames import load_zstd
+from benchmarks.visit import Outcome, Turn
+
+MEMORY = Path("/dev/shm")
+TENSORS = 16
+CHANGED_FRACTION = 0.008
+THREADS = os.cpu_count() or 1
+RUN_BYTES = 1 << 20
+Samples = dict[str, list[float]]
+
+
+class Side(msgspec.Struct, frozen=True):
+    """The task of one process."""
+
+    kind: str
+    folder: str
+    target: str
+    steps: int
+
+
+def publishing(turn: Turn, outcome: Outcome) -> None:
+    """Measure all contenders on the same steps."""
+    folder, target = Path(turn.folder), MEMORY / f"aiockpt-bench-{os.getpid()}"
+    target.mkdir(mode=0o700)
+    steps = turn.repetitions + 2
+    try:
+        _save(folder, turn.size_bytes, steps)
+        for kind in turn.contenders:
+            samples: Samples = {}
+            for side in ("publish", "apply"):
+                part = msgspec.json.encode(Side(f"{kind}: {side}", str(folder), str(target), steps)).decode()
+                command = [sys.executable, "-m", "benchmarks.measure.publishing", part]
+                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=1800)
+                samples |= msgspec.json.decode(done.stdout)
+            outcome.add(turn, kind, samples)
+            shutil.rmtree(folder / "pub", ignore_errors=True)
+    finally:
+        shutil.rmtree(target)
+
+
+def _save(folder: Path, size: int, steps: int) -> None:
+    """Save steps, and the same weights as plain files for what is done by hand."""
+    generator = torch.Generator().manual_seed(1)
+    count = size // 2 // TENSORS
+    model = torch.nn.Module()
+    for number in range(TENSORS):
+        values = torch.randn(count, generator=generator).bfloat16()
+        model.register_parameter(f"t{number}", torch.nn.Parameter(values, requires_grad=False))
+    with aiockpt.Checkpointer(folder / "run") as ckpt:
+        for step in range(steps):
+            ckpt.save(step, {"model": model}).result()
+            for name, tensor in model.named_parameters():
+                raw = tensor.data.view(torch.int16).numpy()
+                raw.tofile(folder / f"{name}-{step}.raw")
+                at = torch.randint(0, count, (int(count * CHANGED_FRACTION),), generator=generator).numpy()
+                raw[at] ^= 1
+
+
+# ---------------------------------------------------------------------- one side
+
+
+@contextmanager
+def _peak(samples: Samples, name: str) -> Iterator[None]:
+    """Add the largest anonymous memory in the block, beyond that at its beginning."""
+    before, most, over = _anonymous_bytes(), 0, threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not over.wait(0.002):
+            most = max(most, _anonymous_bytes())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    samples[name] = [float(max(0, most - before))]
+
+
+def _anonymous_bytes() -> int:
+    text = Path("/proc/self/status").read_text()
+    return int(text.split("RssAnon:")[1].split()[0]) * 1024
+
+
+def be_side(side: Side) -> Samples:
+    """Do the work of one side once for each step; the first two steps are not counted."""
+    folder, target = Path(side.folder), Path(side.target)
+    samples: Samples = {}
+    work: dict[str, Callable[[Path, Path, int, Samples], None]] = {
+        "aiockpt: publish": _publish,
+        "aiockpt: apply": _apply,
+        "floor: by hand: publish": lambda *what: _publish_by_hand(*what, sums=False),
+        "floor: by hand: apply": lambda *what: _apply_by_hand(*what, sums=False),
+        "floor: with sums: publish": lambda *what: _publish_by_hand(*what, sums=True),
+        "floor: with sums: apply": lambda *what: _apply_by_hand(*what, sums=True),
+    }
+    work[side.kind](folder, target, side.steps, samples)
+    return {name: values[2:] if name.endswith("_s") else values for name, values in samples.items()}
+
+
+def _publish(folder: Path, target: Path, steps: int, samples: Samples) -> None:
+    with aiockpt.Checkpointer(folder / "run") as ckpt, _peak(samples, "publish_peak_bytes"):
+        done = [ckpt.publish(step, folder / "pub").result() for step in range(steps)]
+    samples["publish_s"] = [one.seconds for one in done]
+    samples["delta_fraction"] = [one.file_bytes / one.weight_bytes for one in done if one.kind == "delta"]
+
+
+def _apply(folder: Path, target: Path, steps: int, samples: Samples) -> None:
+    """Receive version after version: each becomes visible when the one before it was received."""
+    hidden = [(folder / "pub" / f"weight_v{step:06d}", folder / "pub" / f"hidden-{step}") for step in range(1, steps)]
+    for path, beside in hidden:
+        path.rename(beside)
+    seconds = [0.0]
+    with _peak(samples, "apply_peak_bytes"):
+        versions = iter(aiockpt.receive(folder / "pub", target / "got", every_s=0.01))
+        next(versions)
+        for number, (path, beside) in enumerate(hidden, 1):
+            beside.rename(path)
+            ahead = target / "got" / ".aiockpt" / path.name
+            while not ahead.exists():
+                time.sleep(0.001)
+            time.sleep(0.05)  # the download, which is small
+            begun_s = time.perf_counter()
+            assert next(versions).version == number
+            seconds.append(time.perf_counter() - begun_s)
+        versions.close()
+    samples["apply_s"] = seconds
+
+
+# ---------------------------------------------------------------------- by hand
+
+
+def _publish_by_hand(folder: Path, target: Path, steps: int, samples: Samples, *, sums: bool) -> None:
+    zstd = load_zstd()
+    samples["publish_s"] = [0.0]
+    (folder / "pub").mkdir()
+    for step in range(1, steps):
+
+        def work(number: int, step: int = step) -> None:
+            hashers: Any = xxhash.xxh3_128(), xxhash.xxh3_128()
+            check = 1
+            compressor = zstd.ZstdCompressor(level=1)
+            old_path, new_path = (folder / f"t{number}-{which}.raw" for which in (step - 1, step))
+            with old_path.open("rb") as old, new_path.open("rb") as new, _out(folder, number, step).open("wb") as out:
+                while run := new.read(RUN_BYTES):
+                    before = old.read(RUN_BYTES)
+                    if sums:
+                        hashers[0].update(before)
+                        hashers[1].update(run)
+                        check = zlib.adler32(run, check)
+                    xor = np.bitwise_xor(np.frombuffer(run, np.uint8), np.frombuffer(before, np.uint8))
+                    out.write(compressor.compress(xor))
+                out.write(compressor.flush())
+                out.flush()
+                os.fsync(out.fileno())
+
+        begun_s = time.perf_counter()
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(work, range(TENSORS)))
+        samples["publish_s"].append(time.perf_counter() - begun_s)
+
+
+def _out(folder: Path, number: int, step: int) -> Path:
+    return folder / "pub" / f"t{number}-{step}.zst"
+
+
+def _apply_by_hand(folder: Path, target: Path, steps: int, samples: Samples, *, sums: bool) -> None:
+    zstd = load_zstd()
+    maps = []
+    for number in range(TENSORS):
+        shutil.copyfile(folder / f"t{number}-0.raw", target / f"t{number}")
+        with (target / f"t{number}").open("r+b") as file:
+            maps.append(np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8))
+    samples["apply_s"] = [0.0]
+    for step in range(1, steps):
+
+        def work(number: int, step: int = step) -> None:
+            decompressor, data = zstd.ZstdDecompressor(), _out(folder, number, step).read_bytes()
+            hasher, at = xxhash.xxh3_128(), 0
+            while at < len(maps[number]):
+                xor = np.frombuffer(decompressor.decompress(data, RUN_BYTES), np.uint8)
+                data = b""
+                run = maps[number][at : at + len(xor)]
+                np.bitwise_xor(run, xor, out=run)
+                if sums:
+                    hasher.update(run.data)
+                at += len(xor)
+
+        begun_s = time.perf_counter()
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(work, range(TENSORS)))
+        samples["apply_s"].append(time.perf_counter() - begun_s)
+
+
+if __name__ == "__main__":
+    print(msgspec.json.encode(be_side(msgspec.json.decode(sys.argv[1], type=Side))).decode())

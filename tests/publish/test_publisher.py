@@ -1,0 +1,342 @@
+"""Versions of a run's steps: what other readers take, what a delta is against, what is cleaned up."""
+
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import aiockpt
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.convert import to_hugging_face
+from aiockpt.errors import StorageError
+from aiockpt.events import PublicationFailed, VersionPublished
+from aiockpt.publish import step_weights, version_files
+from aiockpt.publish.form import DECISION
+from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.publish.other_reader import OtherReader
+from tests.publish.policy import Policy, are_of, in_folder, publish, received, saved, state_of, weights_of
+from tests.run_python import run_python
+from tests.small_run import small_checkpointer
+from tests.watch import Lines, Watch
+
+
+def dead_name() -> str:
+    """Return the name that a process of this host, which has ended, gave its folder."""
+    return run_python(
+        "-c", "from aiockpt.runtime.processes import ProcessNames; print(ProcessNames().make())"
+    ).stdout.strip()
+
+
+def numbers(dest: Path) -> list[str]:
+    return sorted(path.name for path in dest.iterdir() if path.name != "receivers")
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def has_weights_of(reader: OtherReader, step: int) -> bool:
+    return {name: data for name, (_, _, data) in reader.tensors.items()} == {
+        name: raw(tensor) for name, tensor in weights_of(step).items()
+    }
+
+
+def test_another_reader_follows_the_chain_step_by_step(tmp_path: Path) -> None:
+    done = publish(tmp_path / "run", tmp_path / "pub", *range(6), full_every=3)
+    assert [(one.version, one.kind, one.base, one.changed) for one in done[:2]] == [
+        (0, "full", None, 6),
+        (1, "delta", 0, 4),
+    ]
+    reader = OtherReader(tmp_path / "pub")
+    for step in range(6):
+        reader.pull(step)
+        assert has_weights_of(reader, step)
+    assert numbers(tmp_path / "pub") == ["full_v000003", *(f"weight_v00000{number}" for number in range(6))]
+    assert are_of(in_folder(tmp_path / "pub" / "full_v000003"), 3)
+
+
+@pytest.mark.slow
+def test_two_hundred_versions_with_folds_are_followed_by_another_reader_and_by_ours(tmp_path: Path) -> None:
+    pub = tmp_path / "pub"
+    reader: OtherReader | None = None
+    with small_checkpointer(tmp_path / "run", retention=aiockpt.Retention(last=2)) as ckpt:
+        for step in range(200):
+            ckpt.save(step, state_of(step)).result()
+            assert ckpt.publish(step, pub).result().version == step
+            reader = reader or OtherReader(pub)
+            if step % 9 == 0:
+                assert received(pub, tmp_path / "got") == [(step, step)]
+    assert reader is not None
+    reader.pull(199)
+    assert has_weights_of(reader, 199)
+    assert received(pub, tmp_path / "fresh") == [(199, 199)]
+
+
+def test_folds_in_the_chain_are_versions_that_begin_it_anew(tmp_path: Path) -> None:
+    done = publish(tmp_path / "run", tmp_path / "pub", *range(5), full_every=2, fold="chain")
+    assert [one.kind for one in done] == ["full", "delta", "full", "delta", "full"]
+    reader = OtherReader(tmp_path / "pub", 2)
+    reader.pull(4)
+    assert has_weights_of(reader, 4)
+
+
+def test_a_tensor_of_many_windows_and_files_comes_out_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_files, "WINDOW_BYTES", 4096)
+    monkeypatch.setattr(step_weights, "FILE_BYTES", 20_000)
+    done = publish(tmp_path / "run", tmp_path / "pub", 0, 1, 2)
+    assert [len(one.files) for one in done] == [3, 3, 3]
+    reader = OtherReader(tmp_path / "pub")
+    reader.pull(2)
+    assert has_weights_of(reader, 2)
+    assert received(tmp_path / "pub", tmp_path / "got") == [(2, 2)]
+
+
+def test_a_full_version_is_what_a_conversion_writes(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.BatchNorm1d(20))
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"model": model}).result()
+        to_hugging_face(ckpt, tmp_path / "hf", dtype="bfloat16").result()
+        ckpt.publish(1, aiockpt.Publish(tmp_path / "pub", dtype="bfloat16")).result()
+    wanted = load_file(tmp_path / "hf" / "model.safetensors")
+    found = in_folder(tmp_path / "pub" / "weight_v000000")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert {found["0.weight"].dtype, found["1.num_batches_tracked"].dtype} == {torch.bfloat16, torch.int64}
+
+
+def test_a_step_that_is_gone_is_no_base(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        ckpt.delete(1).result()
+    (done,) = publish(tmp_path / "run", tmp_path / "pub", 2)
+    assert (done.version, done.kind) == (2, "full")
+
+
+def test_a_step_that_was_saved_anew_is_no_base(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    saved(tmp_path / "run", 1)
+    (done,) = publish(tmp_path / "run", tmp_path / "pub", 2)
+    assert done.kind == "full"
+
+
+def test_the_base_is_held_until_the_next_version(tmp_path: Path) -> None:
+    with small_checkpointer(tmp_path / "run", retention=aiockpt.Retention(last=1)) as ckpt:
+        kinds = []
+        for step in range(3):
+            ckpt.save(step, state_of(step)).result()
+            ckpt.wait()
+            if step != 1:
+                kinds.append(ckpt.publish(step, tmp_path / "pub").result().kind)
+        assert kinds == ["full", "delta"]
+    assert not list((tmp_path / "run").glob("step-*/lease-*"))
+
+
+def test_a_delta_whose_base_has_other_digests_is_never_published(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    index = tmp_path / "pub" / "weight_v000001" / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    sums = document["metadata"]["aiockpt"]["tensors"]["embed.weight"]
+    sums[1] = sums[1][::-1]
+    index.write_text(json.dumps(document))
+    (done,) = publish(tmp_path / "run", tmp_path / "pub", 2)
+    assert (done.version, done.kind) == (2, "full")
+    assert numbers(tmp_path / "pub") == [f"weight_v00000{number}" for number in range(3)]
+
+
+def test_if_more_than_half_has_changed_the_version_is_a_full_one(tmp_path: Path) -> None:
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        for step in range(2):
+            ckpt.save(step, {"model": {"weight": torch.randn(100, 100)}}).result()
+            assert ckpt.publish(step, aiockpt.Publish(tmp_path / "pub", prefix="model")).result().kind == "full"
+
+
+def test_a_step_that_is_the_newest_version_is_not_published_again(tmp_path: Path) -> None:
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(3, state_of(3)).result()
+        first = ckpt.publish(3, tmp_path / "pub").result()
+        again = ckpt.publish(3, tmp_path / "pub").result()
+    assert (first.version, again.version, again.url) == (0, 0, first.url)
+
+
+def test_a_run_that_went_back_publishes_the_next_number_and_says_so(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 4, 5)
+    with Lines() as lines:
+        (done,) = publish(tmp_path / "run", tmp_path / "pub", 2)
+    assert (done.version, done.step, done.kind) == (2, 2, "delta")
+    assert any("step 2 is published as version 2, after step 5 as version 1" in line for line in lines.said)
+    assert received(tmp_path / "pub", tmp_path / "got") == [(2, 2)]
+
+
+def test_versions_are_like_a_folder_or_nothing_is_written(tmp_path: Path) -> None:
+    like = tmp_path / "like"
+    like.mkdir()
+    save_file(weights_of(0), like / "model.safetensors")
+    (like / "config.json").write_text('{"model_type": "toy"}')
+    (like / "tokenizer.json").write_text("{}")
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1, like=like)
+    assert (tmp_path / "pub/weight_v000000/config.json").read_text() == '{"model_type": "toy"}'
+    assert (tmp_path / "pub/weight_v000000/tokenizer.json").exists()
+    assert not (tmp_path / "pub/weight_v000001/config.json").exists()
+    assert received(tmp_path / "pub", tmp_path / "got") == [(1, 1)]
+    assert (tmp_path / "got/config.json").exists()
+    others = {
+        "is not among the weights": weights_of(0) | {"more": torch.zeros(2)},
+        "is not in the folder": {name: one for name, one in weights_of(0).items() if name != "head.weight"},
+        "give dtype=": {name: one.float() for name, one in weights_of(0).items()},
+        "\\[10, 96\\], and BF16 \\[96, 10\\]": weights_of(0)
+        | {"head.weight": weights_of(0)["head.weight"].T.contiguous()},
+    }
+    for message, weights in others.items():
+        save_file(weights, like / "model.safetensors")
+        with pytest.raises(aiockpt.UsageError, match=message):
+            publish(tmp_path / "run", tmp_path / "other", 2, like=like)
+    assert not (tmp_path / "other").exists()
+
+
+def test_of_names_that_share_memory_the_version_has_that_of_the_folder(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.embed, model.head = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+    model.head.weight = model.embed.weight
+    like = tmp_path / "like"
+    like.mkdir()
+    save_file({"head.weight": torch.zeros(8, 8)}, like / "model.safetensors")
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(0, {"model": model}).result()
+        ckpt.publish(0, aiockpt.Publish(tmp_path / "pub", like=like)).result()
+    assert in_folder(tmp_path / "pub/weight_v000000").keys() == {"head.weight"}
+
+
+def test_old_versions_go_but_for_those_that_a_receiver_is_at(tmp_path: Path) -> None:
+    pub = tmp_path / "pub"
+    publish(tmp_path / "run", pub, *range(6), full_every=2, keep=1)
+    assert numbers(pub) == ["full_v000004", "weight_v000003", "weight_v000004", "weight_v000005"]
+    assert received(pub, tmp_path / "got") == [(5, 5)]
+    (pub / "receivers").mkdir(exist_ok=True)
+    note = {"name": "slow", "version": 5, "step": 5, "needs": 5}
+    (pub / "receivers" / "slow.json").write_text(json.dumps(note))
+    watch = Watch()
+    with small_checkpointer(tmp_path / "run", observers=[watch]) as ckpt:
+        for step in range(6, 11):
+            ckpt.save(step, state_of(step)).result()
+            ckpt.publish(step, aiockpt.Publish(pub, full_every=2, keep=0)).result()
+    assert numbers(pub) == ["full_v000006", "full_v000008", "full_v000010", *(f"weight_v{n:06d}" for n in range(5, 11))]
+    assert watch.of(VersionPublished)[-1].receivers == {"slow": 5}
+    assert received(pub, tmp_path / "got") == [(10, 10)]
+
+
+def test_each_number_has_one_winner_of_many_publishers(tmp_path: Path) -> None:
+    for place in (tmp_path / "pub", MemoryBackend("race")):
+        roots = [tmp_path / f"run-{number}" for number in range(3)]
+        done: list[aiockpt.Published] = []
+
+        def work(root: Path, first: int, dest: Any, done: list[aiockpt.Published] = done) -> None:
+            done.extend(publish(root, dest, *range(first, first + 4)))
+
+        threads = [threading.Thread(target=work, args=(root, 10 * number, place)) for number, root in enumerate(roots)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert sorted(one.version for one in done) == list(range(12))
+        newest = max(done, key=lambda one: one.version)
+        got = tmp_path / f"got-{type(place).__name__}"
+        assert received(place, got) == [(newest.version, newest.step)]
+        for root in roots:
+            for path in root.iterdir():
+                assert path.name != "pub"
+
+
+# ---------------------------------------------------------------------- stores
+
+
+def test_a_winner_that_died_before_its_index_is_finished_by_the_next_one(tmp_path: Path) -> None:
+    store = MemoryBackend("decided")
+    publish(tmp_path / "run", store, 0)
+    dying = FaultyBackend(store, [Fault(do="fail", verb="put_new", match="*index.json", times=None)])
+    with pytest.raises(StorageError):
+        publish(tmp_path / "run", dying, 1)
+    objects = store._objects
+    assert f"weight_v000001/{DECISION}" in objects
+    assert "weight_v000001/model.safetensors.index.json" not in objects
+    (done,) = publish(tmp_path / "run", store, 2)
+    assert (done.version, done.step) == (2, 2)
+    assert received(store, tmp_path / "got") == [(2, 2)]
+
+
+def test_files_of_a_dead_publisher_are_gone_before_the_index_comes(tmp_path: Path) -> None:
+    store = MemoryBackend("leftovers")
+    publish(tmp_path / "run", store, 0)
+    store._objects["weight_v000001/model-00001-of-00001.dead.safetensors"] = store._object(b"dead")
+    publish(tmp_path / "run", store, 1)
+    files = [key for key in store._objects if key.startswith("weight_v000001/") and key.endswith(".safetensors")]
+    assert len(files) == 1
+    assert "dead" not in files[0]
+
+
+def test_hidden_folders_of_dead_publishers_are_removed(tmp_path: Path) -> None:
+    hidden = tmp_path / "pub" / ".aiockpt-deadbeef0000"
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    hidden.mkdir()
+    (hidden / "model-00001-of-00001.safetensors").write_bytes(b"x")
+    publish(tmp_path / "run", tmp_path / "pub", 1)
+    assert hidden.exists()  # of another host, it may live
+    empty = tmp_path / "pub" / f".aiockpt-{dead_name()}"
+    empty.mkdir()
+    os.utime(hidden / "model-00001-of-00001.safetensors", (1, 1))
+    publish(tmp_path / "run", tmp_path / "pub", 2)
+    assert not hidden.exists()
+    assert not empty.exists()
+
+
+# ---------------------------------------------------------------------- beside a run
+
+
+def test_each_committed_step_is_published_and_the_last_one_before_the_end(tmp_path: Path) -> None:
+    watch = Watch()
+    options = aiockpt.Publish(tmp_path / "pub", every=2)
+    with small_checkpointer(tmp_path / "run", publish=options, observers=[watch]) as ckpt:
+        for step in range(5):
+            ckpt.save(step, state_of(step))
+    assert received(tmp_path / "pub", tmp_path / "got")[-1][1] == 4
+    published = watch.of(VersionPublished)
+    assert {event.step for event in published} <= {0, 2, 4}
+    assert published[-1].step == 4
+    assert not list((tmp_path / "run").glob("step-*/lease-*"))
+
+
+def test_a_publication_that_fails_harms_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch()
+    dest = FaultyBackend(MemoryBackend(), [Fault(do="fail", verb="create", times=None)])
+    with caplog.at_level(logging.ERROR), small_checkpointer(tmp_path, publish=dest, observers=[watch]) as ckpt:
+        ckpt.save(0, state_of(0)).result()
+    assert "step 0 is not published" in caplog.text
+    assert watch.of(PublicationFailed)[0].step == 0
+
+
+def test_a_writer_process_commits_and_the_trainer_publishes(tmp_path: Path) -> None:
+    with small_checkpointer(str(tmp_path / "run"), worker="process", publish=tmp_path / "pub") as ckpt:
+        ckpt.save(0, state_of(0)).result()
+        ckpt.save(1, state_of(1)).result()
+    assert received(tmp_path / "pub", tmp_path / "got")[-1][1] == 1
+
+
+def test_what_cannot_be_published_is_refused(tmp_path: Path) -> None:
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(0, {"model": Policy(0)}, exclude="model.head.**").result()
+        with pytest.raises(aiockpt.UsageError, match=r"saved without head\.weight"):
+            ckpt.publish(0, tmp_path / "pub").result()
+        with pytest.raises(aiockpt.StepNotFoundError):
+            ckpt.publish(9, tmp_path / "pub").result()
+        wrong: list[dict[str, Any]] = [{"fold": "no"}, {"keep": -1}, {"full_every": 0}, {"evry": 1}]
+        for options in wrong:
+            with pytest.raises(aiockpt.UsageError):
+                aiockpt.Publish(tmp_path / "pub", **options)
+    assert not (tmp_path / "pub").exists()

@@ -1,0 +1,285 @@
+"""A folder that follows the versions: what is handed out, how it heals, and who may have it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.errors import CorruptionError
+from aiockpt.publish import reception
+from aiockpt.publish.frames import FrameReader
+from aiockpt.publish.local_copy import LocalCopy
+from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.publish.policy import are_of, in_folder, publish, received, state_of, weights_of
+from tests.small_run import small_checkpointer
+from tests.watch import Lines, until
+
+
+def flip(folder: Path, at: int = -100) -> None:
+    """Change a byte of the folder's weights."""
+    (path,) = folder.glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("where", ["folder", "memory"])
+async def test_each_version_comes_whole_and_says_what_has_changed(tmp_path: Path, where: str) -> None:
+    place = tmp_path / "pub" if where == "folder" else MemoryBackend("each")
+    seen = []
+    before = weights_of(0)
+    async with small_checkpointer(tmp_path / "run", publish=aiockpt.Publish(place, full_every=3)) as ckpt:
+        await ckpt.save(0, state_of(0))
+        async for version in aiockpt.receive(place, tmp_path / "got", name="r", every_s=0.02):
+            assert are_of(in_folder(version.folder), version.step)
+            patches = {patch.name: patch for patch in version.patches()}
+            assert list(patches) == version.changed()
+            for name, patch in patches.items():
+                if patch.positions is None:
+                    before[name] = patch.values.view(before[name].shape)
+                else:
+                    assert 0 < len(patch.positions) < before[name].numel()
+                    before[name].view(-1)[patch.positions] = patch.values
+            assert are_of(before, version.step)
+            seen.append((version.version, len(version.changed())))
+            if version.step == 5:
+                break
+            await ckpt.save(version.step + 1, state_of(version.step + 1))
+    assert seen == [(0, 6), *((number, 4) for number in range(1, 6))]
+
+
+def test_only_the_newest_version_is_handed_out(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1, 2)
+    versions = iter(aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02))
+    assert next(versions).version == 2
+    publish(tmp_path / "run", tmp_path / "pub", 3, 4, 5)
+    version = next(versions)
+    assert (version.version, version.step) == (5, 5)
+    assert are_of(in_folder(version.folder), 5)
+    total = {patch.name: patch for patch in version.patches()}
+    changed = torch.nonzero((weights_of(5)["embed.weight"] != weights_of(2)["embed.weight"]).view(-1)).view(-1)
+    positions = total["embed.weight"].positions
+    assert positions is not None
+    assert torch.equal(positions, changed)
+    versions.close()
+
+
+def test_the_folder_changes_only_when_the_loop_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception, "AHEAD_BYTES", 10_000)  # more than a delta, and less than the full version
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    versions = iter(aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02))
+    next(versions)
+    publish(tmp_path / "run", tmp_path / "pub", 1)
+    ahead = tmp_path / "got" / ".aiockpt" / "weight_v000001"
+    until(lambda: list(ahead.glob("*.safetensors")), "the next version is downloaded ahead")
+    assert are_of(in_folder(tmp_path / "got"), 0)
+    assert next(versions).version == 1
+    versions.close()
+
+
+def test_what_is_damaged_or_torn_is_found_and_made_anew(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    assert received(tmp_path / "pub", tmp_path / "got") == [(1, 1)]
+    flip(tmp_path / "got")
+    assert received(tmp_path / "pub", tmp_path / "got") == [(1, 1)]
+    flip(tmp_path / "got")
+    publish(tmp_path / "run", tmp_path / "pub", 2, 3)
+    assert received(tmp_path / "pub", tmp_path / "got") == [(3, 3)]
+    (path,) = (tmp_path / "got").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:1000])
+    assert received(tmp_path / "pub", tmp_path / "got") == [(3, 3)]
+
+
+def test_a_tensor_torn_in_mid_update_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
+    publish(tmp_path / "run", tmp_path / "pub", 1)
+    read = FrameReader.read
+    monkeypatch.setattr("aiockpt.publish.frames.RUN_BYTES", 1024)
+
+    def fail_later(self: FrameReader, size: int) -> object:
+        reads.append(size)
+        if len(reads) == 7:
+            raise CorruptionError("in the middle of a tensor")
+        return read(self, size)
+
+    reads: list[int] = []
+    monkeypatch.setattr(FrameReader, "read", fail_later)
+    with pytest.raises(CorruptionError, match="in the middle"):
+        received(tmp_path / "pub", tmp_path / "got")
+    assert not (tmp_path / "got" / "model.safetensors.index.json").exists()
+    assert received(tmp_path / "pub", tmp_path / "got") == [(1, 1)]
+
+
+def test_a_receiver_that_died_while_it_made_the_files_makes_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+
+    def make_half(self: LocalCopy, name: str, header: bytes, size: int) -> None:
+        (self.path / name).write_bytes(header[: size // 2])
+        raise OSError("killed here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalCopy, "_create_file", make_half)
+        with pytest.raises(aiockpt.StorageError, match="killed here"):
+            received(tmp_path / "pub", tmp_path / "got")
+    assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
+
+
+def test_a_damaged_delta_is_refused_before_the_folder_changes_and_a_full_version_goes_past_it(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
+    publish(tmp_path / "run", tmp_path / "pub", 1)
+    flip(tmp_path / "pub" / "weight_v000001", -10)
+    with pytest.raises(CorruptionError, match=r"weight_v000001/model.*publish a full version"):
+        received(tmp_path / "pub", tmp_path / "got")
+    assert are_of(in_folder(tmp_path / "got"), 0)
+    publish(tmp_path / "run", tmp_path / "pub", 2, full=True)
+    assert received(tmp_path / "pub", tmp_path / "got") == [(2, 2)]
+
+
+def test_a_damaged_full_version_is_never_handed_out(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    flip(tmp_path / "pub" / "weight_v000000")
+    with pytest.raises(CorruptionError, match=r"weight_v000000: .* has not the digest that was published"):
+        received(tmp_path / "pub", tmp_path / "got")
+    assert not (tmp_path / "got" / "model.safetensors.index.json").exists()
+
+
+def test_a_receiver_that_follows_waits_out_a_damaged_version_and_an_outage(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    place = FaultyBackend(LocalBackend(tmp_path / "pub"), [Fault(do="fail", verb="list", at=3, times=2)])
+    with Lines() as lines:
+        versions = iter(aiockpt.receive(place, tmp_path / "got", every_s=0.02))
+        assert next(versions).version == 0
+        publish(tmp_path / "run", tmp_path / "pub", 1)
+        flip(tmp_path / "pub" / "weight_v000001", -10)
+        until(lambda: any("tried again" in line for line in lines.said), "it says so")
+        publish(tmp_path / "run", tmp_path / "pub", 2, full=True)
+        assert next(versions).version == 2
+        versions.close()
+
+
+def test_one_process_of_a_host_has_the_folder(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    versions = iter(aiockpt.receive(tmp_path / "pub", tmp_path / "got"))
+    next(versions)
+    with pytest.raises(aiockpt.UsageError, match=f"process {os.getpid()}"):
+        received(tmp_path / "pub", tmp_path / "got")
+    versions.close()
+    assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    (tmp_path / "got").mkdir()
+    (tmp_path / "got" / "thesis.tex").write_text("mine")
+    with pytest.raises(aiockpt.UsageError, match=r"thesis\.tex"):
+        received(tmp_path / "pub", tmp_path / "got")
+    with pytest.raises(aiockpt.UsageError, match="folder of this machine"):
+        aiockpt.receive(tmp_path / "pub", "s3://bucket/got")
+    with pytest.raises(aiockpt.UsageError, match="as in rollout-3"):
+        aiockpt.receive(tmp_path / "pub", tmp_path / "got", name="a/b")
+
+
+def test_another_model_gets_another_folder_layout(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
+    publish(tmp_path / "run", tmp_path / "pub", 1, dtype="float32")
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(2, {"model": torch.nn.Linear(3, 3)}).result()
+        done = ckpt.publish(2, tmp_path / "pub").result()
+    assert (done.version, done.kind) == (2, "full")
+    (version,) = aiockpt.receive(tmp_path / "pub", tmp_path / "got", follow=False)
+    assert in_folder(version.folder).keys() == {"weight", "bias"} == set(version.changed())
+
+
+def test_a_fresh_receiver_begins_at_the_fold_and_one_that_is_near_takes_the_chain(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    assert received(tmp_path / "pub", tmp_path / "got") == [(1, 1)]
+    publish(tmp_path / "run", tmp_path / "pub", *range(2, 6), full_every=4)
+    for path in (tmp_path / "pub" / "weight_v000002").glob("*.safetensors"):
+        path.unlink()
+    assert received(tmp_path / "pub", tmp_path / "fresh") == [(5, 5)]
+    for path in (tmp_path / "pub" / "full_v000004").glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(aiockpt.StorageError):
+        received(tmp_path / "pub", tmp_path / "got")
+
+
+def test_versions_of_others_are_refused_for_they_cannot_be_verified(tmp_path: Path) -> None:
+    folder = tmp_path / "pub" / "weight_v000000"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {"a": "b.safetensors"}}')
+    with pytest.raises(CorruptionError, match="has no digests of aiockpt"):
+        received(tmp_path / "pub", tmp_path / "got")
+
+
+def test_a_place_that_can_only_be_read_is_received_from(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    place = FaultyBackend(LocalBackend(tmp_path / "pub"), [Fault(do="fail", verb="put*", times=None)])
+    assert received(place, tmp_path / "got") == [(0, 0)]
+
+
+def test_a_receiver_notes_where_it_is_until_it_ends(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 3)
+    versions = iter(aiockpt.receive(tmp_path / "pub", tmp_path / "got", name="rollout-1"))
+    next(versions)
+    note = tmp_path / "pub" / "receivers" / "rollout-1.json"
+    assert json.loads(note.read_text())["step"] == 3
+    versions.close()
+    assert not note.exists()
+
+
+async def test_it_is_iterated_once_and_ends_in_an_event_loop(tmp_path: Path) -> None:
+    await anyio.to_thread.run_sync(publish, tmp_path / "run", tmp_path / "pub", 0)
+    receiver = aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02)
+    with pytest.raises(aiockpt.BlockingCallError, match="async for"):
+        next(iter(receiver))
+    versions = aiter(receiver)
+    assert (await anext(versions)).version == 0
+    with anyio.move_on_after(0.1) as scope:
+        await anext(versions)
+    assert scope.cancelled_caught
+    async with receiver:
+        pass
+    with pytest.raises(aiockpt.UsageError, match="used already"):
+        await anext(aiter(receiver))
+
+
+CHILD = """
+import sys, aiockpt
+for version in aiockpt.receive(sys.argv[1], sys.argv[2], every_s=0.01):
+    print(version.version, flush=True)
+"""
+
+
+def test_a_receiver_that_is_killed_goes_on(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    for step in range(1, 4):
+        command = [sys.executable, "-c", CHILD, str(tmp_path / "pub"), str(tmp_path / "got")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            publish(tmp_path / "run", tmp_path / "pub", step)
+            time.sleep(0.01 * step)
+            child.send_signal(signal.SIGKILL)
+        assert received(tmp_path / "pub", tmp_path / "got") == [(step, step)]
+
+
+def test_the_run_itself_is_never_read_by_a_receiver(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    assert received(tmp_path / "pub", tmp_path / "got") == [(1, 1)]
