@@ -95,7 +95,7 @@ class Downloads:
             for at in range(0, len(into), READ_BYTES):
                 tasks.start_soon(read_part, at)
 
-    async def forget(self, below: int) -> None:
+    async def drop(self, below: int) -> None:
         """Remove the downloaded versions below a number."""
         for key in [key for key in self.there if key[0] < below]:
             frames = self.there.pop(key)

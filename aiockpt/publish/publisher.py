@@ -78,7 +78,7 @@ class Publisher:
         return self._backend.url
 
     async def publish(self, step: int, *, full: bool = False) -> tuple[Published, list[ReceiverNote]]:
-        """Publish a step; with *full*, not as a delta. Return the version, and who receives versions.
+        """Publish a step; with *full*, not as a delta. Return the version, and the receivers of versions.
 
         Raises:
             UsageError: the options do not fit the step; nothing was written.

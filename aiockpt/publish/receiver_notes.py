@@ -1,4 +1,4 @@
-"""VersionNotes of receivers beside the versions: who reads which version, renewed while the receiver lives.
+"""Notes of receivers beside the versions: which version each reads, renewed while the receiver lives.
 
 Guarantee: a note counts for `LIVES_S` seconds after its last renewal, by the storage's clock.
 """
@@ -41,7 +41,7 @@ class ReceiverNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def write_note(backend: Backend, name: str, version: int, step: int, needs: int) -> None:
-    """Write or renew the note of a receiver; a place that can only be read has none."""
+    """Write or renew the note of a receiver; not in a place that can only be read."""
     note = ReceiverNote(name=name, version=version, step=step, needs=needs, host=socket.gethostname(), pid=os.getpid())
     try:
         await backend.put(f"{FOLDER}/{name}.json", msgspec.json.encode(note))

@@ -118,7 +118,7 @@ class Reception:
         return self.at == (index.number, index.notes.attempt)
 
     async def next(self) -> ReceivedVersion | None:
-        """Make the folder the newest version, once there is one; None where none is to come."""
+        """Make the folder the newest version, once there is one; None where no version is to come."""
         wait_s = self._every_s
         while True:
             try:
@@ -161,8 +161,8 @@ class Reception:
         target = plan.target
         self.at, self._step = (target.number, target.notes.attempt), target.notes.step
         await self._note(target.number)
-        await self._downloads.forget(plan.deltas[0].number if plan.deltas else target.number + 1)
-        self._chain.forget(plan.least)
+        await self._downloads.drop(plan.deltas[0].number if plan.deltas else target.number + 1)
+        self._chain.drop(plan.least)
         if is_whole:
             return ReceivedVersion(self._copy, target, list(target.notes.tensors), None)
         frames = [await self._downloads.fetch(index) for index in plan.deltas]

@@ -84,7 +84,7 @@ def plan_update(
 
 
 def _find(name: str, digest: str | None, target: VersionIndex, deltas: Sequence[VersionIndex]) -> int | None:
-    """Return the newest version in which a tensor had that digest; None where it had in none."""
+    """Return the newest version in which a tensor had that digest; None where no version had it."""
     if digest is None:
         return None
     if target.notes.tensors[name][1] == digest:

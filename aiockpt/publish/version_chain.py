@@ -18,7 +18,7 @@ class VersionChain:
         self._there: dict[str, list[int]] = {CHAIN: [], FOLD: []}
 
     async def newest(self) -> VersionIndex | None:
-        """Return the newest version; None where there is none."""
+        """Return the newest version; None for an empty place."""
         self._there = await self._versions.list()
         for number in self._there[CHAIN]:
             if (index := await self._read(CHAIN, number)) is not None:
@@ -57,6 +57,6 @@ class VersionChain:
             chain.append(before)
         return chain, folds
 
-    def forget(self, below: int) -> None:
+    def drop(self, below: int) -> None:
         """Forget the indexes of versions below a number."""
         self._known = {folder: index for folder, index in self._known.items() if index.number >= below}

@@ -168,7 +168,7 @@ class VersionWriter:
             await run_blocking(self._work, spool.reset)
 
     def _gather(self, file: FolderFile, name: str) -> _FrameFile | None:
-        """Return the file of the frames of those tensors that have changed; None if none has."""
+        """Return the file of the frames of those tensors that have changed; None if all are as before."""
         extents = {tensor: (spool, at) for spool in self._spools for tensor, at in spool.extents.items()}
         entries: list[Entry] = []
         runs: list[tuple[_Spool, int, int]] = []
