@@ -16,6 +16,7 @@ from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
 from aiockpt.events import Event, Replicated
 from aiockpt.places.peers import keeper
 from aiockpt.places.peers.hosts import FoundHosts
+from aiockpt.places.tiers import tiers
 from tests.peers.cluster import Cluster, PeerCrew
 from tests.ranks.test_save import equal, replicated
 from tests.watch import until
@@ -306,13 +307,19 @@ def test_memory_is_waited_for_though_a_disk_answers_at_once(
     with cluster.start("ab", more=disk) as crew:
         for step in (2, 3):
             crew.save(step, replicated)
-    monkeypatch.setattr("aiockpt.places.tiers.tiers.LIST_PATIENCE_S", 0.05)
-    find = FoundHosts._find
+    find, query, known = FoundHosts._find, tiers.query_tiers, []
 
     async def find_late(self: FoundHosts) -> Any:
-        await anyio.sleep(1)
+        await anyio.sleep(0.3)
         return await find(self)
 
+    async def query_and_note(places: Any, *rest: Any) -> Any:
+        known.append(len(places[0].backend.hosts))
+        return await query(places, *rest)
+
+    monkeypatch.setattr(tiers, "query_tiers", query_and_note)
     monkeypatch.setattr(FoundHosts, "_find", find_late)
     with cluster.start("ab", more=disk) as crew:
         load(crew, 3)
+    assert known
+    assert set(known) == {1}, "a tier was asked before the other host was known"
