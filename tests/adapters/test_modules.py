@@ -1,12 +1,14 @@
 """Modules are saved under the names of the bare module, whatever wraps or hooks them."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import aiockpt
 from aiockpt.adapters.native import StateWalker
 from aiockpt.errors import StateMismatchError
 
@@ -211,6 +213,17 @@ def test_what_a_module_misses_is_no_garbage(save: Any) -> None:
 
     target = save({"model": Renames(2, 3)}).load({"model": Longer(2, 3)}, strict=False)
     assert target.missing == ("model.more",)
+
+
+def test_a_state_dict_saved_in_part_fills_the_rest_of_a_module(tmp_path: Path) -> None:
+    saved, model = small(), small()
+    before = model[0].weight.detach().clone()
+    with aiockpt.Checkpointer(tmp_path, exclude=r"model.0\.weight") as ckpt:
+        ckpt.save(1, {"model": saved.state_dict()}).result()
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.load({"model": model}).result() is not None
+    assert torch.equal(model[0].weight, before)
+    assert torch.equal(model[0].bias, saved[0].bias)
 
 
 def test_a_self_loading_module_gets_its_own_keys(save: Any) -> None:
