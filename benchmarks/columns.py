@@ -327,6 +327,13 @@ TABLES = (
         ("ETTR", "ettr_fraction", "percent"),
     ),
     _table(
+        "Effective time",
+        "effective_time",
+        ("launch to end", "wall_s", "median"),
+        ("steps trained again", "lost_count", "count"),
+        ("ETTR", "ettr_fraction", "percent"),
+    ),
+    _table(
         "Publishing",
         "publishing",
         ("published in", "publish_s", "both"),

@@ -200,6 +200,15 @@ _ALL = (
         repetitions=5,
     ),
     Scenario(
+        name="effective_time",
+        question="How much of the time does a job train that loses a process now and then?",
+        measure="measure.effective_time:effective_time",
+        contenders={"aiockpt": _NOTHING, "torch.save": _NOTHING, "DCP async": _NOTHING},
+        size_bytes=256 * MIB,
+        smoke_bytes=MIB,
+        repetitions=3,
+    ),
+    Scenario(
         name="publishing",
         question="How fast is what changed in a step published, and applied on another host, beside the same by hand?",
         measure="measure.publishing:publishing",

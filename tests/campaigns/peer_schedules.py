@@ -341,5 +341,6 @@ CAMPAIGN = Campaign(
     name="peer-schedules",
     counts="runs",
     prepare=lambda: in_folders(partial(look, run_job=run_virtual_job)),
-    smoke_count=12,
+    smoke_count=5,
+    apart=True,
 )

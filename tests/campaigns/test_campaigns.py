@@ -230,6 +230,12 @@ def nothing_found(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.timeout(PROCESSES_S + 20)
+def test_hosts_on_a_virtual_clock_lose_nothing_that_was_replicated(tmp_path: Path) -> None:
+    report = nothing_found(tmp_path, "peer-schedules")
+    assert report.count('"loaded nothing') > 1  # the first seed has both ends of a run
+
+
+@pytest.mark.timeout(PROCESSES_S + 20)
 def test_the_command_kills_publishers_and_receivers(tmp_path: Path) -> None:
     report = nothing_found(tmp_path, "publishing", "--count", "8", "--first-seed", "1")
     assert '"publish killed"' in report

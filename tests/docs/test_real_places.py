@@ -61,7 +61,7 @@ def test_the_tiers_of_the_guide_are_real(places: dict[str, str]) -> None:
 
 def test_the_memory_of_hosts_in_the_guide_is_real(places: dict[str, str]) -> None:
     scope: dict[str, Any] = {"state": make_state(5)}
-    made, saving = blocks((GUIDE / "recovery.md").read_text(), "python")
+    _, made, saving = blocks((GUIDE / "recovery.md").read_text(), "python")
     url = f"peer://{uuid.uuid4().hex}"
     real = {**places, "peer://run-7": url}
     try:
@@ -72,6 +72,23 @@ def test_the_memory_of_hosts_in_the_guide_is_real(places: dict[str, str]) -> Non
             assert ckpt.latest().result() == 1000
         with aiockpt.Checkpointer(places["s3://bucket/"] + "run-7") as ckpt:
             assert ckpt.latest().result() == 1000
+    finally:
+        run_command(["aiockpt", "rm", url, "--all", "--yes"])
+
+
+def test_the_loop_that_recovers_is_real(tmp_path: Path) -> None:
+    loop, *_ = blocks((GUIDE / "recovery.md").read_text(), "python")
+    url = f"peer://{uuid.uuid4().hex}"
+    loader = aiockpt.Loader(aiockpt.ShardedSampler(8, 4, rank=0, size=1))
+    state = {"model": make_state(5)["model"], "loader": loader}
+    scope: dict[str, Any] = {"state": state, "loader": loader, "epochs": 2, "train": lambda batch: 0.5}
+    try:
+        run_block(at({"peer://run-7": url, "s3://bucket/run-7": str(tmp_path)}, loop), scope)
+        assert scope["step"] == 4
+        with aiockpt.Checkpointer(url) as ckpt:
+            assert ckpt.latest().result() == 3
+        with aiockpt.Checkpointer(tmp_path) as ckpt:
+            assert ckpt.latest().result() is not None
     finally:
         run_command(["aiockpt", "rm", url, "--all", "--yes"])
 

@@ -103,7 +103,7 @@ def test_every_event_of_a_writer_can_be_sent() -> None:
     of_the_trainer = {
         events.Opened, events.SaveStarted, events.SnapshotTaken, events.BarrierWaited, events.SaveFailed, events.Loaded,
         events.LoadFailed, events.Closed, events.StragglerFound, events.StepRepaired, events.StepDamaged,
-        events.Alive, events.Replicated, events.Rewound,
+        events.Alive, events.Replicated, events.Rewound, events.VersionPublished, events.PublicationFailed,
     }  # fmt: skip
     ours = {kind for kind in events.Event.__subclasses__() if kind.__module__ == events.__name__}
     assert ours - of_the_trainer == set(get_args(AnyEvent))
