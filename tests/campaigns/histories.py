@@ -209,7 +209,9 @@ async def _ask(scene: Scene, job: Process, dice: random.Random, found: Found) ->
     sound = sorted({save.step for save in scene.whole} - unsound)
     if sound:
         step = dice.choice(sound)
-        newest = max((save for save in scene.whole if save.step == step), key=lambda save: save.generation)
+        newest = max(
+            (save for save in scene.whole if save.step == step), key=lambda save: (save.generation, save.order)
+        )
         value, result = await load_value(Process(job.backend, job.world), step)
         assert value == newest.value, f"step {step} was loaded as {value}, not {newest}"
         assert result is not None

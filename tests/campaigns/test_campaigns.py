@@ -267,12 +267,6 @@ def test_jobs_that_go_back_from_bad_batches_are_killed_and_miss_nothing_else(tmp
     assert '"rewinds"' in nothing_found(tmp_path, "rewinds")
 
 
-def test_stalls_are_noticed_named_and_survived(tmp_path: Path) -> None:
-    report = nothing_found(tmp_path, "stalls")
-    assert "backward: named" in report
-    assert "late" not in report
-
-
 @pytest.mark.timeout(PROCESSES_S + 20)
 def test_what_is_trained_late_survives_its_killers(tmp_path: Path) -> None:
     report = nothing_found(tmp_path, "late-training")
