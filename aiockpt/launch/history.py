@@ -101,7 +101,7 @@ class Timeline:
     """When which step came, in one attempt: at most some thousand points, so that a month costs no more than an hour."""
 
     def __init__(self) -> None:
-        self.ready_s = 0.0
+        self.ready_s, self.first_step = 0.0, -1
         self.points: list[tuple[int, float]] = []
         self._every, self._skipped = 1, 0
         self._last: tuple[int, float] | None = None
@@ -117,6 +117,8 @@ class Timeline:
         if slowest is None or not slowest.steps or (self._last is not None and self._last[0] == slowest.step):
             return False
         first, self._last = self._last is None, (slowest.step, slowest.step_s)
+        if first:  # short steps: some were done between two looks
+            self.first_step = max(slowest.step - slowest.steps + 1, 0)
         self._skipped += 1
         if self._skipped >= self._every or first:
             self._skipped = 0

@@ -147,7 +147,7 @@ class NodeWatch:
         self._records = self._trainers.read()
         if not self._timeline.add(self._records.values()):
             return
-        step, at_s = self._timeline.last
+        step, (_, at_s) = self._timeline.first_step, self._timeline.last
         self._has_steps, attempt = True, self._attempt
         attempt.first_step, attempt.first_step_s = step, at_s - self._started_s
         self.launch.urls = self.launch.urls or self._trainers.urls()

@@ -53,6 +53,12 @@ def test_a_step_is_done_when_the_last_rank_has_done_it() -> None:
     assert timeline.last == (4, 6.0)
 
 
+def test_the_first_step_is_that_which_was_trained_first_not_that_which_was_seen_first() -> None:
+    timeline = Timeline()
+    assert timeline.add([ProgressRecord(pid=1, thread=1, step=25, steps=2, step_s=3.0)])
+    assert (timeline.first_step, timeline.last) == (24, (25, 3.0))
+
+
 def test_a_long_run_keeps_few_points() -> None:
     timeline = trained(50_000)
     assert len(timeline.points) < 5000
