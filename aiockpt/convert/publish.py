@@ -323,6 +323,16 @@ class _FileSystemTarget:
                 raise from_os_error(error, "removing", self._root) from error
 
 
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a small file durably: after a crash or a power cut it has the old bytes, or the new one."""
+    new = path.with_name(f".{path.name}.new")
+    with new.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
 def flush_names(files: Files, folder: str) -> None:
     """Make the names in *folder* durable, where its file system can; where it cannot, the local backend has warned."""
     fd = files.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -22,12 +22,13 @@ import numpy as np
 
 from aiockpt.backends.local_tree import FALLBACKS
 from aiockpt.convert.folder_layout import INDEX_NAME
+from aiockpt.convert.publish import flush_names, write_durably
 from aiockpt.errors import CorruptionError, UsageError, from_os_error
 from aiockpt.format.document import described
 from aiockpt.format.safetensors import Entry, Header, decode_header, header_size
 from aiockpt.publish.form import VersionIndex, version_text
 from aiockpt.publish.frames import Bytes
-from aiockpt.runtime.world import fallocate
+from aiockpt.runtime.world import OsFiles, fallocate
 
 PRIVATE = ".aiockpt"
 """Below the folder: the lock, the record of the files, and what is downloaded."""
@@ -173,7 +174,7 @@ class LocalCopy:
             os.close(fd)
 
     def _write_record(self, record: _Record) -> None:
-        _write_whole(self.private / _RECORD, msgspec.json.encode(record))
+        write_durably(self.private / _RECORD, msgspec.json.encode(record))
 
     def view(self, name: str) -> Bytes:
         """Return the bytes of a tensor, to read and to change."""
@@ -185,7 +186,7 @@ class LocalCopy:
         """Begin to change tensors: from here on the folder is no whole."""
         with suppress(FileNotFoundError):
             (self.path / INDEX_NAME).unlink()
-            _flush_names(self.path)
+            flush_names(OsFiles(), str(self.path))
 
     def complete(self, target: VersionIndex) -> None:
         """Make the folder a whole again, that of the version *target*."""
@@ -200,7 +201,7 @@ class LocalCopy:
             }
             weight_map = {name: tensor.file for name, tensor in sorted(self.tensors.items())}
             data = msgspec.json.encode({"metadata": metadata, "weight_map": weight_map})
-            _write_whole(self.path / INDEX_NAME, data)
+            write_durably(self.path / INDEX_NAME, data)
         except OSError as error:
             raise from_os_error(error, "writing to", str(self.path)) from error
         self.version = target.number
@@ -211,24 +212,6 @@ class LocalCopy:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def _flush_names(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Replace a small file by a rename; flushed."""
-    beside = path.with_name(f"{path.name}.new")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.rename(path)
 
 
 def _remove(path: Path) -> None:

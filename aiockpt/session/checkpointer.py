@@ -734,9 +734,8 @@ class Checkpointer:
         refuse_in_event_loop("resume()", "write `await ckpt.aresume(state)`")
         for save in self._saves_of_others():
             save.wait_anyway(self._options.deadlines.close_s)
-        how = partial(self.load, only=only, strict=strict, map=map, rename=rename, optimizer_state=optimizer_state)
-        self._resumed_with = {key: value for key, value in how.keywords.items() if key != "only"}
-        return self._resumed(how(state, _step_of_fork(step, fork), fork=fork).result(), required, state)
+        load = self._load_of_resume(only, strict=strict, map=map, rename=rename, optimizer_state=optimizer_state)
+        return self._resumed(load(state, _step_of_fork(step, fork), fork=fork).result(), required, state)
 
     async def aresume(
         self,
@@ -754,9 +753,13 @@ class Checkpointer:
         """`resume`, in an event loop: ``start = await ckpt.aresume(state)``."""
         for save in self._saves_of_others():
             await save.settled_within(self._options.deadlines.close_s)
-        how = partial(self.load, only=only, strict=strict, map=map, rename=rename, optimizer_state=optimizer_state)
-        self._resumed_with = {key: value for key, value in how.keywords.items() if key != "only"}
-        return self._resumed(await how(state, _step_of_fork(step, fork), fork=fork), required, state)
+        load = self._load_of_resume(only, strict=strict, map=map, rename=rename, optimizer_state=optimizer_state)
+        return self._resumed(await load(state, _step_of_fork(step, fork), fork=fork), required, state)
+
+    def _load_of_resume(self, only: Sequence[str] | None, **how: Any) -> Callable[..., LoadFuture[Any]]:
+        """Return the load of a resume; a rewind loads in the same way, all of the state."""
+        self._resumed_with = how
+        return partial(self.load, only=only, **how)
 
     def _resumed(self, loaded: LoadResult | None, required: bool, state: State) -> int:
         """Return the next step to train, and say which step was loaded."""

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import aiockpt
 from aiockpt.convert import to_hugging_face
 from aiockpt.convert.folder_layout import is_weights
+from aiockpt.convert.publish import write_durably
 from aiockpt.errors import CheckpointError, StepNotFoundError, UsageError
 from aiockpt.integrations.contract import delete_step
 from aiockpt.integrations.huggingface.runs import RUN, run_of, step_in_run
@@ -199,7 +200,7 @@ class CheckpointFolders:
             set_aside(folder, but=step)
             values: Any = self._ckpt.describe(step).result().values
             folder.mkdir(parents=True, exist_ok=True)
-            write_durably(folder / STATE, values.get("trainer") or self._state_at(step))
+            write_durably(folder / STATE, (values.get("trainer") or self._state_at(step)).encode())
             _mark(folder, step)
 
     def _is_of(self, staged: Path, step: int) -> bool:
@@ -352,17 +353,8 @@ def staged_path(folder: Path, step: int) -> Path:
 
 
 def _mark(folder: Path, step: int, *, committed: bool = True) -> None:
-    write_durably(folder / MARK, json.dumps({"step": step} if committed else {"step": step, "committed": False}) + "\n")
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a small file durably: after a crash or a power cut it has the old text, or the new one."""
-    new = path.with_name(f".{path.name}.new")
-    with new.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    mark = {"step": step} if committed else {"step": step, "committed": False}
+    write_durably(folder / MARK, f"{json.dumps(mark)}\n".encode())
 
 
 def _is_readable(folder: Path) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiockpt
+from aiockpt.convert.publish import write_durably
 from aiockpt.errors import CorruptionError, StepNotFoundError, UsageError
 from aiockpt.integrations.contract import delete_step
 from aiockpt.integrations.huggingface import folders
@@ -24,7 +25,6 @@ from aiockpt.integrations.huggingface.folders import (
     move_into,
     rename_theirs,
     staged_path,
-    write_durably,
 )
 from aiockpt.prove.assignment import VARIABLE
 
@@ -127,7 +127,7 @@ class StateFolders:
         if not self._makes_here:
             return
         staged = staged_path(folder, mark.step)
-        write_durably(staged / MARK, json.dumps(mark._asdict()))
+        write_durably(staged / MARK, json.dumps(mark._asdict()).encode())
         self._pending.append(PendingFolder(mark.step, future, staged, folder))
 
     def publish(self) -> None:

@@ -93,11 +93,8 @@ class Recovery(msgspec.Struct, frozen=True):
     copied_step: int | None = None
 
     def __str__(self) -> str:
-        again = (
-            "no step lost"
-            if not self.lost_steps
-            else f"{self.lost_steps} step{'s' * (self.lost_steps > 1)} trained again"
-        )
+        lost = self.lost_steps
+        again = f"{lost} step{'s' * (lost > 1)} trained again" if lost else "no step lost"
         then = f"next step done after {self.training_s:.1f} s: step {self.from_step}, {again}"
         if self.copied_step is not None:
             then = f"training went on; step {self.copied_step} is on the disk again"
@@ -168,25 +165,16 @@ class Cluster:
         memory.mkdir(mode=0o700)
         job = RecoveryJob(folder=str(self._folder), memory=str(memory), host=number, steps=self._options.steps)
         conf = f"is_host={not number},keep_alive_interval=1,keep_alive_max_attempt=3"
-        command = [
-            *(
-                sys.executable,
-                "-m",
-                "aiockpt.tools.cli.main",
-                "run",
-                f"--hang-s={HANG_S:g}",
-                "--max-restarts=100",
-                f"--log-dir={LAUNCH.parent}",
-            ),
-            *(f"--nnodes={self._options.hosts}", f"--nproc-per-node={self._options.ranks}"),
-            *(
-                "--rdzv-backend=c10d",
-                f"--rdzv-endpoint=127.0.0.1:{self._port}",
-                f"--rdzv-conf={conf}",
-                f"--rdzv-id={LAUNCH.name}",
-            ),
-            *("-m", "aiockpt.tools.examples.recovering_rank", msgspec.json.encode(job).decode()),
+        command = [sys.executable, "-m", "aiockpt.tools.cli.main", "run"]
+        command += [
+            f"--hang-s={HANG_S:g}",
+            "--max-restarts=100",
+            f"--log-dir={LAUNCH.parent}",
+            f"--rdzv-id={LAUNCH.name}",
         ]
+        command += [f"--nnodes={self._options.hosts}", f"--nproc-per-node={self._options.ranks}"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", f"--rdzv-conf={conf}"]
+        command += ["-m", "aiockpt.tools.examples.recovering_rank", msgspec.json.encode(job).decode()]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with (self._folder / "launchers.log").open("ab") as log:
             self._hosts[number] = subprocess.Popen(
@@ -345,15 +333,12 @@ def run_recovery(options: RecoveryOptions, folder: Path, say: Say) -> RecoveryRe
         f"{options.hosts} hosts of {options.ranks} ranks train a byte-level GPT for {options.steps} steps and save each."
     )
     recoveries: list[Recovery] = []
-
-    def break_all(cluster: Cluster) -> None:
-        drill = Drill(cluster, say, recoveries)
-        drill.run(options)
-
     try:
         reference = run_job(options, folder / "reference", shared / "reference", lambda cluster: None)
         say(f"reference: all {len(reference)} steps without a fault")
-        losses = run_job(options, folder / DRILL, shared / DRILL, break_all)
+        losses = run_job(
+            options, folder / DRILL, shared / DRILL, lambda cluster: Drill(cluster, say, recoveries).run(options)
+        )
     finally:
         shutil.rmtree(shared, ignore_errors=True)
     different = [step for step in sorted({*reference, *losses}) if reference.get(step) != losses.get(step)]
