@@ -57,7 +57,9 @@ def check_ranks(folder: Path) -> None:
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=DEADLINE_S))
     host, first = socket.gethostname(), os.environ["LOCAL_RANK"] == "0"
     own = dict(read_report(folder, host).figures) if first else {}
-    own |= {"all-reduce": _reduce_all(device), "pairs": _exchange(device)}
+    own["all-reduce"] = _reduce_all(device)
+    if dist.get_world_size() > 1:
+        own["pairs"] = _exchange(device)
     gathered: list[tuple[str, dict[str, float]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (host, own))
     by_host: dict[str, dict[str, float]] = defaultdict(dict)
@@ -105,7 +107,7 @@ def _exchange(device: torch.device) -> float:
         speeds.append(PAIR_BYTES / _time(exchange, device))
         if not bool((received == 1).all()):
             raise ValueError(f"what rank {partner} has sent came changed")
-    return median(speeds) if speeds else float("inf")
+    return median(speeds)
 
 
 def _time(work: Callable[[], object], device: torch.device) -> float:

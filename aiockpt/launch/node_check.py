@@ -59,7 +59,11 @@ def check_node(folder: Path) -> NodeReport:
         except Exception as error:  # noqa: BLE001  whatever a probe raises, the node fails it
             report.problems.append(f"{name}: failed: {error}")
     report.problems += find_slower(report.figures, report.reference, "its last check")
-    write_report(folder, report)
+    try:
+        write_report(folder, report)
+    except OSError as error:
+        report.problems.append(f"the report cannot be written: free space in {folder}, or name another one: {error}")
+        report.healthy = False
     return report
 
 
@@ -69,14 +73,17 @@ def report_path(folder: Path, host: str) -> Path:
 
 
 def write_report(folder: Path, report: NodeReport) -> None:
-    """Write the report.
+    """Write the report, whole or not at all: the one before has the figures to compare with.
 
     Raises:
         OSError: the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     report.healthy = not report.problems
-    report_path(folder, report.host).write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    path = report_path(folder, report.host)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    temporary.replace(path)
 
 
 def read_report(folder: Path, host: str) -> NodeReport:

@@ -1,5 +1,6 @@
 """The checks of nodes: what is named, and what a scheduler finds."""
 
+import errno
 import json
 import socket
 from itertools import combinations
@@ -61,10 +62,31 @@ def test_a_probe_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert check_node(tmp_path).problems == ["gpu 3 copy: failed: no device"]
 
 
-def test_all_ranks_are_checked_before_the_start(tmp_path: Path) -> None:
-    own = ["--check", "--standalone", "--nproc-per-node", 2, TRAINER, tmp_path / "place", 4, "none"]
+def test_a_node_without_room_for_the_report_is_named_and_keeps_the_figures_of_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aiockpt_command: Command
+) -> None:
+    monkeypatch.setattr(node_check, "_probes", lambda _: {"disk write": lambda: 1e9})
+    assert check_node(tmp_path).healthy
+
+    def fill(path: Path, _: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", fill)
+        report = check_node(tmp_path)
+        assert not report.healthy
+        assert f"free space in {tmp_path}" in report.problems[0]
+        assert aiockpt_command("doctor", tmp_path, "--node").status == UNHEALTHY
+    assert read_report(tmp_path, HOST).figures == {"disk write": 1e9}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_ranks_are_checked_before_the_start(tmp_path: Path, ranks: int) -> None:
+    own = ["--check", "--standalone", "--nproc-per-node", ranks, TRAINER, tmp_path / "place", 4, "none"]
     done = finish(tmp_path, start(tmp_path, own))
     report = read_report(tmp_path / "aiockpt-run", HOST)
-    assert {"memory copy", "disk write", "loopback", "all-reduce", "pairs"} <= report.figures.keys()
+    assert {"memory copy", "disk write", "loopback", "all-reduce"} <= report.figures.keys()
+    assert ("pairs" in report.figures) == (ranks > 1)
     assert done.status == 0, done.output
     assert done.launch.attempts[0].last_step == 3
