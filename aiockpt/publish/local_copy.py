@@ -155,6 +155,7 @@ class LocalCopy:
         self.layout, self.version = "", -1
         try:
             self._write_record(_Record("", (), -1))  # what is here from now on is a receiver's, whole or not
+            self.begin()  # the index goes first
             for name in os.listdir(self.path):
                 if name != PRIVATE:
                     _remove(self.path / name)

@@ -4,7 +4,8 @@ Guarantees:
 
 - A publication never holds up a save, and its failure never fails one: in the background it is logged and emitted.
 - While a version is written, committed steps wait, and the newest of them is published next.
-- When the checkpointer is closed in order, the last committed step is published first.
+- When the checkpointer is closed in order, the last committed step is published first. After a kill before that, the next
+  resume publishes it: who rolls out for a trainer may need it for the trainer to go on.
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ class Publications:
             self._engine.add_observer(follower)
             self._followers.append((follower, self._loop.submit(follower.run)))
 
+    def resume(self, step: int) -> None:
+        """Publish the last step that was due before the run goes on behind *step*, if that is not done."""
+        for follower, _ in self._followers:
+            self._loop.call_soon(follower.reach, step - step % follower.every)
+
     def _publisher(self, options: Publish) -> Publisher:
         found = self._publishers.get(key := repr(options))
         if found is None:
@@ -127,15 +133,20 @@ class _Follower:
     def __init__(self, publications: Publications, publisher: Publisher, every: int) -> None:
         self._publications = publications
         self._publisher = publisher
-        self._every = every
+        self.every = every
         self._due: int | None = None
         self._is_ending = False
         with made_for_the_loop():
             self._news = anyio.Event()
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, Committed) and event.step % self._every == 0:
-            self._due = event.step
+        if isinstance(event, Committed):
+            self.reach(event.step)
+
+    def reach(self, step: int) -> None:
+        """Publish a committed step next, if it is due; on the loop."""
+        if step % self.every == 0:
+            self._due = step
             self._news.set()
 
     async def run(self) -> None:

@@ -228,6 +228,7 @@ class Checkpointer:
         for observer in others:
             if isinstance(observer, StatisticsReader):
                 observer.read_statistics(self.statistics)
+        self._publishes = publish is not None
         if publish is not None:
             self._publications.follow(publish)
         _open.add(self)
@@ -773,6 +774,8 @@ class Checkpointer:
         if self._rewinder is not None:
             self._rewinder.note_position(-1 if loaded is None else loaded.step, state)
         self._progress.resume(-1 if loaded is None else loaded.step)
+        if self._publishes and loaded is not None and loaded.step >= 0:
+            self._publications.resume(loaded.step)
         return 0 if loaded is None else loaded.step + 1
 
     def _saves_of_others(self) -> list[SavePromise]:

@@ -76,11 +76,11 @@ def test_processes_that_start_again_read_their_own_hosts_memory_alone(cluster: C
 
 @pytest.mark.parametrize("lost", "abc")
 def test_a_lost_host_costs_nothing_that_was_replicated(cluster: Cluster, lost: str) -> None:
-    with cluster.start("aabbcc") as crew:
+    with cluster.start("aabbcc", keep=3) as crew:
         for step in (1, 2, 3):
             crew.save(step, replicated)
     cluster.lose(lost)
-    with cluster.start("aabbcc") as crew:
+    with cluster.start("aabbcc", keep=3) as crew:
         load(crew, 3)
         until(
             lambda: all(set(count_copies(cluster, "abc", step)) == {2} for step in (2, 3)),

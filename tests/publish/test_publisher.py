@@ -312,6 +312,18 @@ def test_each_committed_step_is_published_and_the_last_one_before_the_end(tmp_pa
     assert not list((tmp_path / "run").glob("step-*/lease-*"))
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_whose_publisher_was_killed_is_published_by_the_resume(tmp_path: Path, every: int) -> None:
+    saved(tmp_path / "run", 3, 4, 5)  # and the process ended before it was published
+    publish = aiockpt.Publish(tmp_path / "pub", every=every)
+    state = state_of(0)
+    for _ in range(2):  # the second time it is there
+        with small_checkpointer(tmp_path / "run", publish=publish) as ckpt:
+            assert ckpt.resume(state) == 6
+    assert numbers(tmp_path / "pub") == ["weight_v000000"]
+    assert received(tmp_path / "pub", tmp_path / "got") == [(0, 6 - every)]
+
+
 def test_a_publication_that_fails_harms_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     watch = Watch()
     dest = FaultyBackend(MemoryBackend(), [Fault(do="fail", verb="create", times=None)])

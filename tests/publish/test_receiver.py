@@ -17,9 +17,10 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import CorruptionError
-from aiockpt.publish import reception
+from aiockpt.publish import local_copy, reception
 from aiockpt.publish.frames import FrameReader
 from aiockpt.publish.local_copy import LocalCopy
+from aiockpt.runtime.world import OsFiles
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.publish.policy import are_of, in_folder, publish, received, state_of, weights_of
 from tests.small_run import small_checkpointer
@@ -192,6 +193,54 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
         aiockpt.receive(tmp_path / "pub", "s3://bucket/got")
     with pytest.raises(aiockpt.UsageError, match="as in rollout-3"):
         aiockpt.receive(tmp_path / "pub", tmp_path / "got", name="a/b")
+
+
+def test_after_a_power_cut_the_index_is_there_only_beside_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
+    publish(tmp_path / "run", tmp_path / "pub", 1)
+    flushed = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        if path.is_relative_to(tmp_path / "got"):
+            has_index = (tmp_path / "got" / "model.safetensors.index.json").exists()
+            flushed.append((str(path.relative_to(tmp_path / "got")), has_index))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(OsFiles, "fsync", staticmethod(note))
+    assert received(tmp_path / "pub", tmp_path / "got") == [(1, 1)]
+    assert flushed == [
+        (".", False),  # its name is gone before a tensor changes
+        (".aiockpt/.copy.json.new", False),
+        (".model.safetensors.index.json.new", False),
+    ]
+
+
+def test_a_receiver_that_died_while_it_made_other_files_leaves_no_index_of_the_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"model": torch.nn.Linear(3, 3)}).result()
+        ckpt.publish(1, tmp_path / "pub").result()
+    index = tmp_path / "got" / "model.safetensors.index.json"
+
+    def die(path: Path) -> None:
+        assert not index.exists()
+        raise OSError("killed here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_copy, "_remove", die)
+        with pytest.raises(aiockpt.StorageError, match="killed here"):
+            list(aiockpt.receive(tmp_path / "pub", tmp_path / "got", follow=False))
+    (version,) = aiockpt.receive(tmp_path / "pub", tmp_path / "got", follow=False)
+    assert in_folder(version.folder).keys() == {"weight", "bias"}
 
 
 def test_another_model_gets_another_folder_layout(tmp_path: Path) -> None:

@@ -321,6 +321,30 @@ def test_a_good_step_that_is_damaged_is_passed_by(tmp_path: Path) -> None:
     assert run.trained == evens(20)
 
 
+def test_a_damaged_step_before_the_bad_one_is_not_deleted(tmp_path: Path) -> None:
+    """Another tier, or a person, may repair it."""
+    run = Run()
+    with small_checkpointer(tmp_path, every=1, rewind=aiockpt.Rewind(most=0)) as ckpt:
+        for step in range(4):
+            ckpt.advance(step, run.state, metrics={"loss": 1.0})
+        ckpt.wait()
+        (data, *_) = sorted((tmp_path / "step-00000003").rglob("*.safetensors"))
+        data.write_bytes(data.read_bytes()[:-8] + b"damaged!")
+        with pytest.raises(aiockpt.RewindExhaustedError, match="The state is that of step 2"):
+            ckpt.advance(4, run.state, metrics={"loss": NAN})
+        assert [info.step for info in ckpt.steps().result()] == [3, 2, 1, 0]
+
+
+def test_the_way_back_is_loaded_as_the_resume_was(tmp_path: Path) -> None:
+    run = Run()
+    with small_checkpointer(tmp_path, every=1) as ckpt:
+        ckpt.step(0, {**run.state, "before": run.weight})
+    run.state["now"] = run.weight.clone()
+    with small_checkpointer(tmp_path, every=1, rewind=aiockpt.Rewind()) as ckpt:
+        assert ckpt.resume(run.state, map={"now": "before"}) == 1
+        assert ckpt.advance(1, run.state, metrics={"loss": NAN}) == 1
+
+
 def test_steps_of_an_abandoned_branch_are_no_way_back(tmp_path: Path) -> None:
     run = Run()
     with small_checkpointer(tmp_path, every=1) as ckpt:
@@ -356,7 +380,7 @@ def test_a_metric_on_a_device_is_looked_at_when_it_is_there(tmp_path: Path) -> N
     twin = TwinAccelerator("early")
     losses = [torch.ones(()) for _ in range(4)]
     twin.place(losses)
-    twin.compute(lambda: losses[1].fill_(NAN))
+    twin.compute(lambda: [loss.fill_(NAN) for loss in losses[1:3]])
     state = {"weight": torch.zeros(3)}
     world = World(accelerator=twin)
     with small_checkpointer(tmp_path, every=10, rewind=aiockpt.Rewind(skip=None), world=world) as ckpt:
@@ -365,6 +389,8 @@ def test_a_metric_on_a_device_is_looked_at_when_it_is_there(tmp_path: Path) -> N
         assert twin.host_wait_count == 0
         twin.finish()
         assert ckpt.advance(3, state, metrics={"loss": losses[3]}) == 1
+        # What was seen of the steps behind the bad one is forgotten.
+        assert ckpt.advance(1, state, metrics={"loss": 1.0}) == 2
 
 
 # ------------------------------------------------------------------ what is refused, and told
