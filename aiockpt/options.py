@@ -242,7 +242,7 @@ class Tier(msgspec.Struct, frozen=True, metaclass=KeywordsChecked):
         url: a path, a URL, or a backend.
         every: accepts the steps that are multiples of it; None accepts each.
         keep: the number of newest steps to keep there, or rules; None keeps all, but in a memory tier before a
-            durable one only the newest.
+            durable one only the newest, and in ``peer://`` two.
         deadline: seconds for which the copy of a step to this tier is retried before the tier abandons the step.
         bandwidth: bytes/s of one process into this tier, when it is not the one that a save waits for. None: no limit. The
             default costs a training step less than 3 % (benchmarks/README.md).

@@ -23,7 +23,7 @@ from aiockpt.format.document import BLOCK_BYTES
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import lease_key
 from aiockpt.futures import SaveFuture, SaveResult
-from aiockpt.options import SHARED_BLOCK_BYTES, OnError, Options, Retention
+from aiockpt.options import SHARED_BLOCK_BYTES, OnError, Options, Retention, Tier
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.discover import Heads, StepCopy, StepEntry
 from aiockpt.pipeline.lineage import Lineage
@@ -499,3 +499,12 @@ class Place:
             return False
         self._listed_uploads_ns = now_ns
         return True
+
+
+def retention_of(tier: Tier, backend: Backend, farther: Sequence[Backend] = ()) -> Retention | None:
+    """Return what is kept in a tier: all by default, in hosts' memory two steps, in memory before a durable tier one."""
+    if tier.keep is None and backend.traits.scope == "hosts":
+        return Retention(last=2)
+    if tier.keep is None and not backend.traits.durable and any(other.traits.durable for other in farther):
+        return Retention(last=1)
+    return tier.retention

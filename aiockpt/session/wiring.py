@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aiockpt.engine.alone import Alone, CallProbe, Destination, Interruption, OnePlace
-from aiockpt.engine.context import Engine, Place
+from aiockpt.engine.context import Engine, Place, retention_of
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.submit import Submitter
 from aiockpt.events import BackgroundTask, BarrierWaited, Observer, Opened
@@ -217,7 +217,7 @@ def make_destination(
         working: whether steps are saved, and copied from place to place, by this process.
     """
     if len(tiers) == 1:
-        return OnePlace(Place(engine, backends[0], retention=tiers[0].retention), tiers[0])
+        return OnePlace(Place(engine, backends[0], retention=retention_of(tiers[0], backends[0])), tiers[0])
     from aiockpt.places.tiers.tiers import Tiers
 
     return Tiers(tiers, engine, backends, coordinator, working=working)

@@ -325,6 +325,15 @@ def test_an_environment_variable_that_is_missing_is_named(cluster: Cluster) -> N
         cluster.start("ab", apart=lambda rank: "NO_SUCH_RACK")
 
 
+@pytest.mark.parametrize("hosts", ["a", "ab"])
+def test_two_steps_stay_unless_it_is_said_how_many(cluster: Cluster, hosts: str) -> None:
+    with cluster.start(hosts, keep=None) as crew:
+        for step in range(5):
+            crew.save(step, replicated, replicated=len(hosts) > 1)
+        first = crew.checkpointers[0]
+        until(lambda: [info.step for info in first.steps().result()] == [4, 3], "older steps are deleted")
+
+
 def test_without_copies_it_is_the_memory_of_each_host(cluster: Cluster) -> None:
     with cluster.start("ab", copies=0) as crew:
         crew.save(1, replicated)

@@ -22,7 +22,7 @@ import msgspec
 
 from aiockpt.engine import maintenance
 from aiockpt.engine.alone import Destination
-from aiockpt.engine.context import Engine, Place
+from aiockpt.engine.context import Engine, Place, retention_of
 from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.find import ListEntries
 from aiockpt.engine.job import SaveJob
@@ -32,7 +32,7 @@ from aiockpt.events import PromotionFailed
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
 from aiockpt.futures import SaveResult
-from aiockpt.options import Retention, Tier
+from aiockpt.options import Tier
 from aiockpt.pipeline.discover import StepAt, StepCopy, find_same_files
 from aiockpt.pipeline.receipts import read_manifest
 from aiockpt.places.tiers.joint_copy import Promotion
@@ -118,7 +118,7 @@ class Tiers(Destination):
         working: bool = True,
     ) -> None:
         self.engine = engine
-        rules = [_retention(tier, backends[n], backends[n + 1 :]) for n, tier in enumerate(tiers)]
+        rules = [retention_of(tier, backends[n], backends[n + 1 :]) for n, tier in enumerate(tiers)]
         self.places = [Place(engine, backend, n, rules[n]) for n, backend in enumerate(backends)]
         for place in self.places:
             place.other_copies = partial(self._other_copies, place)
@@ -338,12 +338,3 @@ class Tiers(Destination):
         others = [other for other in self.places if other is not place]
         answers, _ = await query_tiers(others, list_entries, COPY_PATIENCE_S, CheckpointError)
         return [copy for _, copies in answers for copy in copies]
-
-
-def _retention(tier: Tier, backend: Backend, farther: Sequence[Backend]) -> Retention | None:
-    """Return the retention of a tier: all by default, but memory before a durable tier keeps only the newest step."""
-    if tier.keep is None and backend.traits.scope == "hosts":
-        return Retention(last=2)
-    if tier.keep is None and not backend.traits.durable and any(other.traits.durable for other in farther):
-        return Retention(last=1)
-    return tier.retention
