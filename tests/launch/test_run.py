@@ -2,8 +2,11 @@
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from aiockpt.launch.restart_policy import STOPPED
 from aiockpt.runtime.progress import FOLDER as VARIABLE
@@ -89,6 +92,39 @@ def test_the_block_of_the_guide_starts_a_watched_agent(tmp_path: Path) -> None:
     (block,) = blocks((ROOT / "docs" / "guide" / "launcher.md").read_text(), "python")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     assert "trains" in run_python("-c", block, cwd=tmp_path, env=environment(PATH=path)).stdout
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status", "requeued"),
+    [
+        ("0 0 0 0", 0, False),
+        ("0 0 5 0", 0, False),
+        ("4 4 4 5", 4, False),
+        ("4 1 4 4", 4, False),
+        ("0 0 0 1", 0, True),
+        ("5 5 5 5", 0, True),
+        ("75 75 75 75", 0, True),
+        ("134 1 1 1", 0, True),
+    ],
+)
+def test_the_script_of_the_guide_requeues_what_failed(
+    tmp_path: Path, statuses: str, status: int, requeued: bool
+) -> None:
+    page = (ROOT / "docs" / "guide" / "launcher.md").read_text()
+    (script,) = [block for block in blocks(page, "text") if "#SBATCH" in block]
+    (tmp_path / "job").write_text(script)
+    programs = {
+        "scontrol": '[ "$1" = requeue ] && touch requeued || echo node-0',
+        "srun": f'shift; for each in {statuses}; do n=$((n + 1)); SLURMD_NODENAME=node-$n EACH=$each "$@"; done; exit 9',
+        "aiockpt": 'exit "$EACH"',
+    }
+    for name, lines in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[0-3]"}
+    done = subprocess.run(["bash", "job"], cwd=tmp_path, env={**os.environ, **job}, capture_output=True, text=True)
+    assert (done.returncode, (tmp_path / "requeued").exists()) == (status, requeued), done.stderr
+    assert done.stderr.count("stayed away") == statuses.split().count("5")
 
 
 def test_two_nodes_restart_together_when_one_of_them_dies_or_hangs(tmp_path: Path) -> None:
