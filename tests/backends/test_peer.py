@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from aiockpt.backends.peer import SPARED_S, HostAt, Hosts, PeerBackend
-from aiockpt.errors import StorageTimeoutError
+from aiockpt.backends.ranges import Buffers
+from aiockpt.errors import ObjectExistsError, StorageError, StorageTimeoutError
 from aiockpt.runtime.peer_link import TcpNetwork
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
@@ -101,6 +102,54 @@ async def test_records_lie_on_the_host_of_rank_0_whoever_creates_them(tmp_path: 
         await other.put("a/put", b"2")
         assert [stat.key for stat in (await home.own.list("a")).objects] == ["a/new", "a/put"]
         assert not (await away.own.list("a")).objects
+
+
+@pytest.mark.anyio
+async def test_a_record_that_another_host_brought_is_not_created_again(tmp_path: Path) -> None:
+    """It is that of an earlier run, whose home was there: two manifests of one name must never be."""
+    async with hosts_of(tmp_path, 3) as hosts:
+        await hosts[2].own.put("a/record", b"earlier")
+        for host in hosts:
+            with pytest.raises(ObjectExistsError):
+                await host.put_new("a/record", b"later")
+        assert not (await hosts[0].own.list("a")).objects
+        assert await hosts[0].get("a/record", 10) == b"earlier"
+
+
+@pytest.mark.anyio
+async def test_an_object_that_a_silent_host_may_have_is_not_missing(tmp_path: Path) -> None:
+    """A run that takes it for missing begins anew."""
+    backend = PeerBackend("run", mount=str(tmp_path))
+    hosts = Hosts((HostAt("a", "a", (0,), ("here",)), HostAt("b", "b", (1,), ("there",))))
+    backend.join(hosts, "a", 0, Silent())
+    for look in (backend.stat("key"), backend.get("key", 10), backend.open("key")):
+        with pytest.raises(StorageTimeoutError):
+            await look
+
+
+@pytest.mark.anyio
+async def test_a_copy_that_ends_too_early_is_an_error_and_its_host_answers_on(tmp_path: Path) -> None:
+    async with hosts_of(tmp_path, 2) as (home, away):
+        await home.own.put("a/file", b"short")
+        (memory,) = away.hosts
+        with pytest.raises(StorageError, match="ends before byte 9"):
+            await memory.read("a/file", 9, Buffers([memoryview(bytearray(9))]), None)
+        filled = bytearray(5)
+        await memory.read("a/file", 5, Buffers([memoryview(filled)]), None)
+        assert filled == b"short"
+
+
+@pytest.mark.anyio
+async def test_a_read_that_goes_on_at_another_host_finds_a_file_of_the_same_size(tmp_path: Path) -> None:
+    async with hosts_of(tmp_path, 4) as hosts:
+        for host, data in zip(hosts[1:], (b"0123456789", b"01234", b"0123456789"), strict=True):
+            await host.own.put("a/file", data)
+        reader = await hosts[0].open("a/file")
+        await hosts[1].own.delete(["a/file"])
+        filled = bytearray(10)
+        await reader.read(0, [memoryview(filled)])
+        assert filled == b"0123456789"
+        await reader.close()
 
 
 @pytest.mark.anyio

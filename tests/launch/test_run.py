@@ -4,12 +4,16 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from aiockpt.launch import torchrun
 from aiockpt.launch.restart_policy import STOPPED
 from aiockpt.runtime.progress import FOLDER as VARIABLE
+from tests.cli.small_checkpoints import Command
 from tests.docs.pages import ROOT, blocks
 from tests.launch.launched import TRAINER, environment, finish, run, start
 from tests.run_python import run_python
@@ -86,6 +90,20 @@ def test_a_script_without_aiockpt_is_restarted_over_a_fresh_store(tmp_path: Path
     assert (tmp_path / "done-0").read_text() == "3 ['--hang-s', 'x']"
     assert [attempt.failure is None for attempt in done.launch.attempts] == [False, False, False, True]
     assert VARIABLE not in done.output
+
+
+def test_trainers_that_failed_are_told_without_the_frames_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, aiockpt_command: Command
+) -> None:
+    def fail(_: Sequence[str]) -> int:
+        raise ChildFailedError("train.py", {0: ProcessFailure(0, 7, 1, "<N/A>")})
+
+    monkeypatch.setattr("faulthandler.enable", lambda **_: None)  # it needs a real standard error
+    monkeypatch.setattr(torchrun, "launch", fail)
+    done = aiockpt_command("run", "train.py")
+    assert done.status == 1
+    assert "train.py FAILED" in done.err
+    assert "Traceback" not in done.err
 
 
 def test_the_block_of_the_guide_starts_a_watched_agent(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -18,8 +19,12 @@ def run(
     arguments: Annotated[list[str] | None, argument("Options of torchrun, the script, and its arguments.")] = None,
 ) -> None:
     """Start a training as torchrun does, notice what hangs or fails, and restart it; --help lists all options."""
-    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
     from aiockpt.launch.torchrun import launch
 
-    raise typer.Exit(record(launch)(arguments or []) or 0)
+    try:
+        raise typer.Exit(record(launch)(arguments or []) or 0)
+    except ChildFailedError as error:
+        sys.stderr.write(f"{error}\n")  # and not where in the launcher it was raised
+        raise typer.Exit(1) from None
