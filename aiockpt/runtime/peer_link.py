@@ -25,7 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from aiockpt.errors import UsageError
@@ -52,7 +52,7 @@ class RangeReply(NamedTuple):
 
     Attributes:
         fd, offset, size: descriptor, which is closed then, first byte, bytes.
-        on_sent: called when all of it is sent.
+        on_sent: called when all of it was received.
     """
 
     data: bytes
@@ -182,6 +182,7 @@ class _Peer:
             if _receive(connection, 1) == _RANGE:
                 for part in parts:
                     _fill(connection, part)
+                connection.sendall(_RECEIVED)
         except BaseException:
             connection.close()  # in the middle of an answer
             raise
@@ -251,18 +252,25 @@ class _Connection(socketserver.BaseRequestHandler):
             server.connections.discard(connection)
 
     def _reply(self, reply: RangeReply) -> None:
-        _send(self.request, reply.data, _NO_RANGE if reply.fd < 0 and reply.memory is None else _RANGE)
-        if reply.memory is not None:
-            self.request.sendall(reply.memory)
-        elif reply.fd >= 0:
-            with os.fdopen(reply.fd, "rb", buffering=0) as file:
+        opened = nullcontext() if reply.fd < 0 else os.fdopen(reply.fd, "rb", buffering=0)
+        with opened as file:
+            has_range = file is not None or reply.memory is not None
+            _send(self.request, reply.data, _RANGE if has_range else _NO_RANGE)
+            if file is not None:
                 self.request.sendfile(file, reply.offset, reply.size)
+            elif reply.memory is not None:
+                self.request.sendall(reply.memory)
+            if has_range:
+                # Till then the sockets hold pages of the file: it stays open, so that nobody writes over them.
+                _receive(self.request, len(_RECEIVED))
         if reply.on_sent is not None:
             reply.on_sent()
 
 
 _NO_RANGE, _RANGE = b"\0", b"\1"
 """The byte after an answer."""
+_RECEIVED = b"\2"
+"""What the asker sends when it has the range."""
 
 
 def _send(connection: socket.socket, message: bytes, end: bytes = b"") -> None:

@@ -82,6 +82,33 @@ async def test_memory_is_sent_and_who_gave_it_learns_when() -> None:
     await server.close()
 
 
+async def test_a_file_is_open_until_the_asker_has_its_range(tmp_path: Path) -> None:
+    path, server = tmp_path / "file", TcpNetwork(LOCAL)
+    path.write_bytes(b"0123456789")
+    address, question = server.announce(Echo()), str(path).encode()
+    answer = struct.pack("!Q", 4) + b"here" + b"\1" + b"234567"
+
+    def opened() -> int:
+        links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+        return sum(os.path.exists(link) and os.path.samefile(link, path) for link in links)
+
+    with connect(address) as connection:
+        connection.sendall(token_of(address) + struct.pack("!Q", len(question)) + question)
+        assert connection.recv(len(answer), socket.MSG_WAITALL) == answer
+        assert opened() == 1
+        connection.sendall(b"\2" + struct.pack("!Q", 5) + b"again")
+        assert connection.recv(14, socket.MSG_WAITALL) == struct.pack("!Q", 5) + b"again" + b"\0"
+        assert opened() == 0
+        connection.sendall(struct.pack("!Q", len(question)) + question)
+        assert connection.recv(1) == b"\0"
+    for _ in range(1000):  # the thread that answers notices that the asker has gone
+        if not opened():
+            break
+        await anyio.sleep(0.02)
+    assert opened() == 0
+    await server.close()
+
+
 @pytest.mark.parametrize("how", ["answered", "closed", "unreachable"])
 async def test_a_watch_ends_with_the_answer_or_the_peer(how: str) -> None:
     server, answers = TcpNetwork(LOCAL), threading.Event()

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import anyio
 
-from aiockpt.backends.peer import HostMemory, Hosts, PeerBackend
+from aiockpt.backends.peer import PULLING, HostMemory, Hosts, PeerBackend
 from aiockpt.engine.context import Place
 from aiockpt.errors import (
     CheckpointError,
@@ -126,7 +126,7 @@ class Keeper:
         async with open_tasks() as tasks:
             if leads:
                 with suppress(CheckpointError):
-                    await delete_below(self._backend.pulling, "")
+                    await delete_below(self._backend.own, PULLING)
                 tasks.start_soon(self._restore, hosts, holders)
             while True:
                 await self._changed.wait()
