@@ -4,7 +4,8 @@ It is plain TCP. The verbs of `Network` are all of it, so that another transport
 
 - Nothing is answered before the token of the asked process has come, which is compared in constant time; the socket listens
   on the announced address alone; no length is believed beyond `MOST_BYTES`.
-- A range goes from its file or memory into the socket, and from the socket into the asker's memory: no copy in Python.
+- A range goes from its file or memory into the socket, and from the socket into the asker's memory. What is sent is a copy:
+  a file may change as soon as it is closed (`sendfile` leaves pages of the file in the sockets, and takes as long).
 - A peer that sends nothing for `SILENCE_S` is lost: TimeoutError. A connection that broke is never used again.
 - A question is answered on its connection's own thread and needs no other of the process: two processes whose threads all
   wait for each other would wait for ever.
@@ -39,6 +40,8 @@ IDLE_S = 60.0
 CONNECT_S = 5.0
 POLL_S = 0.2
 """How often the thread that accepts looks whether it is to end."""
+GIVEN_BYTES = 1 << 19
+"""Read from a file and sent, while the processor's cache has it."""
 ASKED_AT_ONCE = 8
 """Threads that wait for the answers of one peer."""
 TOKEN_BYTES = 32
@@ -52,7 +55,7 @@ class RangeReply(NamedTuple):
 
     Attributes:
         fd, offset, size: descriptor, which is closed then, first byte, bytes.
-        on_sent: called when all of it was received.
+        on_sent: called when all of it is sent.
     """
 
     data: bytes
@@ -182,7 +185,6 @@ class _Peer:
             if _receive(connection, 1) == _RANGE:
                 for part in parts:
                     _fill(connection, part)
-                connection.sendall(_RECEIVED)
         except BaseException:
             connection.close()  # in the middle of an answer
             raise
@@ -254,23 +256,23 @@ class _Connection(socketserver.BaseRequestHandler):
     def _reply(self, reply: RangeReply) -> None:
         opened = nullcontext() if reply.fd < 0 else os.fdopen(reply.fd, "rb", buffering=0)
         with opened as file:
-            has_range = file is not None or reply.memory is not None
-            _send(self.request, reply.data, _RANGE if has_range else _NO_RANGE)
-            if file is not None:
-                self.request.sendfile(file, reply.offset, reply.size)
-            elif reply.memory is not None:
+            _send(self.request, reply.data, _NO_RANGE if file is None and reply.memory is None else _RANGE)
+            if reply.memory is not None:
                 self.request.sendall(reply.memory)
-            if has_range:
-                # Till then the sockets hold pages of the file: it stays open, so that nobody writes over them.
-                _receive(self.request, len(_RECEIVED))
+            elif file is not None:
+                file.seek(reply.offset)
+                piece, left = memoryview(bytearray(min(GIVEN_BYTES, reply.size))), reply.size
+                while left:
+                    if not (count := file.readinto(piece[:left])):
+                        raise OSError("the file ends before its range")  # and so does the connection
+                    self.request.sendall(piece[:count])
+                    left -= count
         if reply.on_sent is not None:
             reply.on_sent()
 
 
 _NO_RANGE, _RANGE = b"\0", b"\1"
 """The byte after an answer."""
-_RECEIVED = b"\2"
-"""What the asker sends when it has the range."""
 
 
 def _send(connection: socket.socket, message: bytes, end: bytes = b"") -> None:

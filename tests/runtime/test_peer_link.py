@@ -82,30 +82,39 @@ async def test_memory_is_sent_and_who_gave_it_learns_when() -> None:
     await server.close()
 
 
-async def test_a_file_is_open_until_the_asker_has_its_range(tmp_path: Path) -> None:
-    path, server = tmp_path / "file", TcpNetwork(LOCAL)
+async def test_a_file_that_ends_before_its_range_ends_the_connection(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"0123")
+    server, client = TcpNetwork(LOCAL), TcpNetwork(LOCAL)
+    with pytest.raises(ConnectionError), anyio.fail_after(20):
+        await client.ask(server.announce(Echo()), str(tmp_path / "file").encode(), [memoryview(bytearray(6))])
+    await client.close()
+    await server.close()
+
+
+async def test_a_file_is_closed_where_its_asker_has_gone(tmp_path: Path) -> None:
+    path, server, asked = tmp_path / "file", TcpNetwork(LOCAL), threading.Event()
     path.write_bytes(b"0123456789")
-    address, question = server.announce(Echo()), str(path).encode()
-    answer = struct.pack("!Q", 4) + b"here" + b"\1" + b"234567"
+    opened, ended = [], threading.Event()
 
-    def opened() -> int:
-        links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
-        return sum(os.path.exists(link) and os.path.samefile(link, path) for link in links)
+    def answer(question: bytes) -> RangeReply:
+        opened.append(os.open(path, os.O_RDONLY))
+        assert asked.wait(20)
+        return RangeReply(b"here" * (1 << 20), opened[0], 2, 6)
 
+    @contextmanager
+    def answering() -> Iterator[Callable[[bytes], RangeReply]]:
+        try:
+            yield answer
+        finally:
+            ended.set()
+
+    address = server.announce(answering)
     with connect(address) as connection:
-        connection.sendall(token_of(address) + struct.pack("!Q", len(question)) + question)
-        assert connection.recv(len(answer), socket.MSG_WAITALL) == answer
-        assert opened() == 1
-        connection.sendall(b"\2" + struct.pack("!Q", 5) + b"again")
-        assert connection.recv(14, socket.MSG_WAITALL) == struct.pack("!Q", 5) + b"again" + b"\0"
-        assert opened() == 0
-        connection.sendall(struct.pack("!Q", len(question)) + question)
-        assert connection.recv(1) == b"\0"
-    for _ in range(1000):  # the thread that answers notices that the asker has gone
-        if not opened():
-            break
-        await anyio.sleep(0.02)
-    assert opened() == 0
+        connection.sendall(token_of(address) + struct.pack("!Q", 3) + b"you")
+    asked.set()
+    assert await anyio.to_thread.run_sync(ended.wait, 20)
+    with pytest.raises(OSError):
+        os.fstat(opened[0])
     await server.close()
 
 
