@@ -53,6 +53,7 @@ from aiockpt.storage.backend import (
 
 T = TypeVar("T")
 PULLING = ".pulling"
+"""A folder for copies that are not whole."""
 PIECE_BYTES = 1 << 20
 """Received at once: the checksum finds it in the processor's cache."""
 SPARED_S = 20.0
@@ -85,7 +86,6 @@ class PeerBackend:
 
     Attributes:
         own: the memory of this host.
-        pulling: a folder there for copies that are not whole.
         received_bytes: of data files that came from other hosts.
         world: the seam to the operating system.
     """
@@ -101,7 +101,6 @@ class PeerBackend:
         self._name = check_key(name.strip("/")) if name.strip("/") else "default"
         self._memory = partial(ShmBackend, f"peer/{self._name}", world=world, mount=mount)
         self.own = self._memory()
-        self.pulling = ShmBackend(f"peer/{self._name}/{PULLING}", world=world, mount=mount)
         self.received_bytes = 0
         self.world, self.make_network = world or World(), make_network
         self._files = Limiter("files of copies", 1)
@@ -246,8 +245,9 @@ class PeerBackend:
             ObjectExistsError: it has one.
             StorageFullError: *size* bytes do not fit.
         """
-        came, there = self.world.token(8).hex(), self.own.path(key)
-        upload, here = await self.pulling.create(came, size), self.pulling.path(came)
+        came = f"{PULLING}/{self.world.token(8).hex()}"
+        here, there = self.own.path(came), self.own.path(key)
+        upload = await self.own.create(came, size)
         try:
             try:
                 files = self.world.files
@@ -277,7 +277,6 @@ class PeerBackend:
                 await self._settle()
             await network.close()
         await self.own.close()
-        await self.pulling.close()
 
     # ------------------------------------------------------------------ the union
 

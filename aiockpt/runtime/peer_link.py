@@ -4,7 +4,8 @@ It is plain TCP. The verbs of `Network` are all of it, so that another transport
 
 - Nothing is answered before the token of the asked process has come, which is compared in constant time; the socket listens
   on the announced address alone; no length is believed beyond `MOST_BYTES`.
-- A range goes from its file or memory into the socket, and from the socket into the asker's memory: no copy in Python.
+- A range goes from its file or memory into the socket, and from the socket into the asker's memory. What is sent is a copy:
+  a file may change as soon as it is closed (`sendfile` leaves pages of the file in the sockets, and takes as long).
 - A peer that sends nothing for `SILENCE_S` is lost: TimeoutError. A connection that broke is never used again.
 - A question is answered on its connection's own thread and needs no other of the process: two processes whose threads all
   wait for each other would wait for ever.
@@ -25,7 +26,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from aiockpt.errors import UsageError
@@ -39,6 +40,8 @@ IDLE_S = 60.0
 CONNECT_S = 5.0
 POLL_S = 0.2
 """How often the thread that accepts looks whether it is to end."""
+GIVEN_BYTES = 1 << 19
+"""Read from a file and sent, while the processor's cache has it."""
 ASKED_AT_ONCE = 8
 """Threads that wait for the answers of one peer."""
 TOKEN_BYTES = 32
@@ -251,12 +254,19 @@ class _Connection(socketserver.BaseRequestHandler):
             server.connections.discard(connection)
 
     def _reply(self, reply: RangeReply) -> None:
-        _send(self.request, reply.data, _NO_RANGE if reply.fd < 0 and reply.memory is None else _RANGE)
-        if reply.memory is not None:
-            self.request.sendall(reply.memory)
-        elif reply.fd >= 0:
-            with os.fdopen(reply.fd, "rb", buffering=0) as file:
-                self.request.sendfile(file, reply.offset, reply.size)
+        opened = nullcontext() if reply.fd < 0 else os.fdopen(reply.fd, "rb", buffering=0)
+        with opened as file:
+            _send(self.request, reply.data, _NO_RANGE if file is None and reply.memory is None else _RANGE)
+            if reply.memory is not None:
+                self.request.sendall(reply.memory)
+            elif file is not None:
+                file.seek(reply.offset)
+                piece, left = memoryview(bytearray(min(GIVEN_BYTES, reply.size))), reply.size
+                while left:
+                    if not (count := file.readinto(piece[:left])):
+                        raise OSError("the file ends before its range")  # and so does the connection
+                    self.request.sendall(piece[:count])
+                    left -= count
         if reply.on_sent is not None:
             reply.on_sent()
 

@@ -85,8 +85,8 @@ def _give(connection: socket.socket, path: Path) -> None:
 def _take(connection: socket.socket, memory: bytearray) -> None:
     view, filled = memoryview(memory), 0
     with connection:
-        while received := connection.recv_into(view[filled:], 1 << 20):
-            filled += received
+        while filled < len(view):
+            filled += connection.recv_into(view[filled:])
 
 
 def _save(folder: Path, half: int, repetitions: int) -> dict[str, list[float]]:

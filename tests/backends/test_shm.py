@@ -1,13 +1,17 @@
 """Shared memory: it survives the process, keeps others out, and reports honestly how much room there is."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
@@ -16,11 +20,19 @@ from aiockpt.backends import shm
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.backends.shm import SHARED_MEMORY, ShmBackend
-from aiockpt.errors import ObjectNotFoundError, StorageAccessError, StorageError, StorageFullError, UsageError
+from aiockpt.errors import (
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageAccessError,
+    StorageError,
+    StorageFullError,
+    UsageError,
+)
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, works_when_full
 from aiockpt.testing.backend_suite import BackendSuite
 from aiockpt.testing.faults import FaultyBackend
+from aiockpt.testing.forwarding_files import FilesCall, ForwardingFiles
 from aiockpt.testing.recording import RecordingBackend, RecordingFiles
 from tests.fails import fails
 from tests.run_python import run_python
@@ -183,6 +195,202 @@ def test_a_backend_with_some_of_the_verbs_of_a_full_place_is_used_without_them()
         async def move(self, key: str, to: str, *, new: bool) -> None: ...
 
     assert works_when_full(Moves()) is None
+
+
+# Memory that is written again
+
+SIZE = shm.LEAST_SPARE_BYTES
+
+
+async def write(backend: ShmBackend, key: str, value: int, size: int = SIZE) -> int:
+    """Write a data file of one value; return its inode."""
+    upload = await backend.create(key, size)
+    await upload.write(0, [memoryview(bytes([value]) * size)])
+    await upload.finish()
+    return os.stat(backend.path(key)).st_ino
+
+
+def values(backend: ShmBackend, key: str) -> set[int]:
+    return set(Path(backend.path(key)).read_bytes())
+
+
+def leftovers(backend: ShmBackend) -> list[str]:
+    return [name for name in os.listdir(backend.path("")) if name.startswith(".")]
+
+
+async def test_a_file_is_written_into_the_memory_of_a_removed_one(name: str) -> None:
+    backend = ShmBackend(name)
+    made = await write(backend, "s/a/d/0", 1)
+    await backend.delete(["s/a/d/0"])
+    assert (await backend.list("")).objects == ()
+    assert await write(backend, "s/b/d/0", 2) == made
+    assert values(backend, "s/b/d/0") == {2}
+    assert leftovers(backend) == []
+    await backend.delete(["s/b/d/0"])
+    assert await write(backend, "s/c/d/0", 3, SIZE + 1) != made
+
+
+async def test_a_file_in_the_memory_of_an_old_one_is_young(name: str) -> None:
+    backend = ShmBackend(name)
+    await write(backend, "s/a/d/0", 1)
+    os.utime(backend.path("s/a/d/0"), (0, 0))
+    await backend.delete(["s/a/d/0"])
+    upload = await backend.create("s/b/d/0", SIZE)
+    assert (await backend.stat("s/b/d/0")).modified_ns > 0  # else its attempt would pass for one of long ago
+    await upload.abort()
+
+
+@contextmanager
+def used(path: str, user: str) -> Iterator[None]:
+    """Have *path* open, mapped, or under another name."""
+    if user == "another name":
+        os.link(path, f"{path}-other")
+        yield
+    elif user == "a mapping":
+        mapped = torch.from_file(path, shared=True, size=SIZE, dtype=torch.uint8)  # and the file is closed
+        yield
+        assert bool((mapped == 1).all())
+    else:
+        with open(path, "r+b" if user == "a writer" else "rb") as file:
+            if user != "another process":
+                yield
+                return
+            reader = subprocess.Popen(["sleep", "600"], stdin=file)
+        yield
+        reader.kill()
+        reader.wait()
+
+
+@pytest.mark.parametrize("user", ["a reader", "a writer", "a mapping", "another process", "another name"])
+async def test_what_anybody_has_is_never_written_over(user: str, name: str) -> None:
+    backend = ShmBackend(name)
+    made = await write(backend, "s/a/d/0", 1)
+    with used(backend.path("s/a/d/0"), user):
+        await backend.delete(["s/a/d/0"])
+        assert bool(leftovers(backend)) == (user != "another name")
+        assert await write(backend, "s/b/d/0", 2) != made
+    assert user != "another name" or values(backend, "s/a/d/0-other") == {1}
+    assert leftovers(backend) == []
+
+
+async def test_a_spare_that_has_got_another_name_is_left_alone(name: str) -> None:
+    backend = ShmBackend(name)
+    made = await write(backend, "s/a/d/0", 1)
+    await backend.delete(["s/a/d/0"])
+    os.link(backend.path(leftovers(backend)[0]), backend.path("kept"))
+    assert await write(backend, "s/b/d/0", 2) != made
+    assert values(backend, "kept") == {1}
+
+
+async def test_of_two_that_create_files_at_once_one_gets_the_memory(name: str) -> None:
+    backends = [ShmBackend(name) for _ in range(4)]
+    made = await write(backends[0], "s/a/d/0", 9)
+    await backends[0].delete(["s/a/d/0"])
+    found = {}
+
+    async def create(number: int) -> None:
+        found[number] = await write(backends[number], f"s/b/d/{number}", number)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(4):
+            tasks.start_soon(create, number)
+    assert list(found.values()).count(made) == 1
+    assert [values(backends[0], f"s/b/d/{number}") for number in range(4)] == [{0}, {1}, {2}, {3}]
+
+
+async def test_a_name_that_is_taken_stays_what_it_is(name: str) -> None:
+    backend = ShmBackend(name)
+    await write(backend, "s/a/d/0", 1)
+    await write(backend, "s/b/d/0", 2)
+    await backend.delete(["s/a/d/0"])
+    await fails(backend.create("s/b/d/0", SIZE), ObjectExistsError)
+    assert values(backend, "s/b/d/0") == {2}
+    assert leftovers(backend) == []
+
+
+def inodes(backend: ShmBackend) -> list[int]:
+    return [path.stat().st_ino for path in Path(backend.path("s")).glob("*/d/*")]
+
+
+class Killed(ForwardingFiles):
+    """Files of a process that is killed before its nth change of a name."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(World().files)
+        self.left = number
+
+    def forward(self, call: FilesCall) -> Any:
+        if call.verb in ("rename", "link", "unlink", "utime", "open"):
+            self.left -= 1
+        if self.left < 0 and call.verb != "close":
+            raise OSError(errno.EIO, "dead")
+        return call()
+
+
+@pytest.mark.parametrize("calls", range(12))
+async def test_whoever_is_killed_while_it_takes_memory_leaves_no_file_with_another_ones(calls: int, name: str) -> None:
+    files = Killed(10**9)
+    backend, killed = ShmBackend(name), ShmBackend(name, world=World(files=files))
+    await backend.put("s/b/d/x", b"")
+    for number in range(2):
+        await write(backend, f"s/a/d/{number}", 9)
+    files.left = calls
+    with suppress(StorageError):
+        await killed.delete(["s/a/d/0", "s/a/d/1"])
+        await write(killed, "s/b/d/0", 1)
+    for number in range(1, 4):
+        await write(backend, f"s/b/d/{number}", number)
+    assert [values(backend, f"s/b/d/{number}") for number in range(1, 4)] == [{1}, {2}, {3}]
+    assert len(inodes(backend)) == len(set(inodes(backend)))
+    await backend.delete([f"s/b/d/{number}" for number in range(4)])
+    await backend.close()
+    assert leftovers(backend) == []
+
+
+async def test_spare_memory_counts_as_free_and_is_freed_where_it_lacks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = ShmBackend(name)
+    await write(backend, "s/a/d/0", 1)
+    monkeypatch.setattr(shm, "available_bytes", lambda: SIZE)
+    await backend.delete(["s/a/d/0"])
+    assert (await backend.space()).free_bytes == 2 * SIZE
+    await write(backend, "s/b/d/0", 2, SIZE - 1)
+    assert len(leftovers(backend)) == 1
+    await write(backend, "s/b/d/1", 2, SIZE + 1)
+    assert leftovers(backend) == []
+
+
+async def test_the_spares_are_those_of_one_attempt_and_go_with_their_process(name: str) -> None:
+    backend = ShmBackend(name)
+    for attempt in "ab":
+        for number in range(2):
+            await write(backend, f"s/{attempt}/d/{number}", number)
+    for attempt in "ab":
+        await backend.delete([f"s/{attempt}/d/{number}" for number in range(2)])
+        assert {file.rpartition(".")[2] for file in leftovers(backend)} == {attempt}
+        assert len(leftovers(backend)) == 2
+    looks = ShmBackend(name)
+    await looks.list("")
+    await looks.close()
+    assert len(leftovers(backend)) == 2
+    await backend.close()
+    assert leftovers(backend) == []
+
+
+async def test_where_the_kernel_cannot_tell_who_reads_nothing_is_written_over(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EINVAL, "no leases here")
+
+    backend = ShmBackend(name)
+    made = await write(backend, "s/a/d/0", 1)
+    await backend.delete(["s/a/d/0"])
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    assert await write(backend, "s/b/d/0", 2) != made
+    await backend.delete(["s/b/d/0"])
+    assert leftovers(backend) == []
 
 
 async def test_a_folder_is_dated_by_the_clock_of_its_names(name: str) -> None:

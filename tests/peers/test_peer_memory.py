@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.backends import shm
 from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
 from aiockpt.events import Event, Replicated
 from aiockpt.monitor import Metrics
@@ -222,6 +223,29 @@ def test_a_copy_is_made_of_the_copy_that_is_not_damaged(cluster: Cluster, monkey
     made, good = (next(cluster.memory(host).glob(f"step-*/a-*/d/{name}")).read_bytes() for host in "cb")
     assert made == good
     assert not list(cluster.memory("c").glob(".pulling/*"))
+
+
+def test_own_files_and_copies_are_written_into_the_memory_of_removed_ones(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "LEAST_SPARE_BYTES", 100_000)  # records are smaller
+
+    found: dict[tuple[str, str], list[int]] = {}
+    with cluster.start("ab", keep=1) as crew:
+        for step in range(8):
+            crew.save(step, replicated)
+            for host in "ab":
+                for path in cluster.memory(host).glob(f"step-{step:08d}/a-*/d/*"):
+                    found.setdefault((host, path.name[:6]), []).append(path.stat().st_ino)
+                until(lambda: len(list(cluster.memory(host).glob("step-*"))) <= 2, "older ones are removed")  # noqa: B023
+                assert len(list(cluster.memory(host).glob(".tmp-spare*"))) <= 2
+    assert len(found) == 4
+    # Not at each step: a removal may run beside the copying.
+    assert all(len(set(inodes)) < len(inodes) == 8 for inodes in found.values())
+    assert not [path for host in "ab" for path in cluster.memory(host).glob(".tmp-*")]
+    cluster.lose("a")
+    with cluster.start("ab", keep=1) as crew:
+        load(crew, 7)
 
 
 def test_the_end_of_a_run_waits_for_the_copies_of_its_last_step(

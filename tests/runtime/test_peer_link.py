@@ -82,6 +82,42 @@ async def test_memory_is_sent_and_who_gave_it_learns_when() -> None:
     await server.close()
 
 
+async def test_a_file_that_ends_before_its_range_ends_the_connection(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"0123")
+    server, client = TcpNetwork(LOCAL), TcpNetwork(LOCAL)
+    with pytest.raises(ConnectionError), anyio.fail_after(20):
+        await client.ask(server.announce(Echo()), str(tmp_path / "file").encode(), [memoryview(bytearray(6))])
+    await client.close()
+    await server.close()
+
+
+async def test_a_file_is_closed_where_its_asker_has_gone(tmp_path: Path) -> None:
+    path, server, asked = tmp_path / "file", TcpNetwork(LOCAL), threading.Event()
+    path.write_bytes(b"0123456789")
+    opened, ended = [], threading.Event()
+
+    def answer(question: bytes) -> RangeReply:
+        opened.append(os.open(path, os.O_RDONLY))
+        assert asked.wait(20)
+        return RangeReply(b"here" * (1 << 20), opened[0], 2, 6)
+
+    @contextmanager
+    def answering() -> Iterator[Callable[[bytes], RangeReply]]:
+        try:
+            yield answer
+        finally:
+            ended.set()
+
+    address = server.announce(answering)
+    with connect(address) as connection:
+        connection.sendall(token_of(address) + struct.pack("!Q", 3) + b"you")
+    asked.set()
+    assert await anyio.to_thread.run_sync(ended.wait, 20)
+    with pytest.raises(OSError):
+        os.fstat(opened[0])
+    await server.close()
+
+
 @pytest.mark.parametrize("how", ["answered", "closed", "unreachable"])
 async def test_a_watch_ends_with_the_answer_or_the_peer(how: str) -> None:
     server, answers = TcpNetwork(LOCAL), threading.Event()

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import anyio
 
-from aiockpt.backends.peer import HostMemory, Hosts, PeerBackend
+from aiockpt.backends.peer import PULLING, HostMemory, Hosts, PeerBackend
 from aiockpt.engine.context import Place
 from aiockpt.errors import (
     CheckpointError,
@@ -36,6 +36,7 @@ from aiockpt.format.names import attempt_folder, manifest_key, step_id
 from aiockpt.options import MIB, Tier
 from aiockpt.pipeline.discover import StepCopy, list_step, newest_manifest, scan
 from aiockpt.pipeline.fetch import BlockCheck
+from aiockpt.pipeline.receipts import read_manifest
 from aiockpt.places.peers.hosts import FoundHosts
 from aiockpt.planning.copy_placement import exposed, place_copies, sources_of
 from aiockpt.runtime.background import run_background
@@ -126,7 +127,7 @@ class Keeper:
         async with open_tasks() as tasks:
             if leads:
                 with suppress(CheckpointError):
-                    await delete_below(self._backend.pulling, "")
+                    await delete_below(self._backend.own, PULLING)
                 tasks.start_soon(self._restore, hosts, holders)
             while True:
                 await self._changed.wait()
@@ -177,10 +178,10 @@ class Keeper:
         """Copy what this host is to hold of a step that was committed; return why it could not be, or nothing."""
         ranks = {rank for host in hosts.all if host.id in sources for rank in host.ranks}
         try:
-            entry = await list_step(self._backend, step_id(committed.step))
-            manifest = await newest_manifest(self._backend, entry)
-            if manifest.generation != committed.generation:
-                return ""  # it was saved again, and that save is copied by itself
+            try:
+                manifest = await read_manifest(self._backend, step_id(committed.step), committed.generation)
+            except ObjectNotFoundError:
+                return ""  # it is gone already: newer ones are copied by themselves
             await self._pull(manifest, [index for index, file in enumerate(manifest.files) if file.rank in ranks])
             await self._arrive(manifest, hosts)
         except StoreLostError:
@@ -247,8 +248,8 @@ class Keeper:
         async with open_tasks() as tasks:
             for index in indexes:
                 tasks.start_soon(self._pull_file, manifest.id, manifest.files[index])
-        async for stat in walk(self._backend, f"{attempt_folder(manifest.id, manifest.attempt)}/p"):
-            await self._copy_record(stat.key)
+            async for stat in walk(self._backend, f"{attempt_folder(manifest.id, manifest.attempt)}/p"):
+                await self._copy_record(stat.key)
         await self._copy_record(manifest_key(manifest.id, manifest.generation))
 
     async def _pull_file(self, id: str, file: FileEntry) -> None:
