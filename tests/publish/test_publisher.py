@@ -203,6 +203,19 @@ def test_a_step_that_is_the_newest_version_is_not_published_again(tmp_path: Path
     assert (first.version, again.version, again.url) == (0, 0, first.url)
 
 
+def test_two_places_of_one_name_have_a_publisher_each(tmp_path: Path) -> None:
+    class Nameless(FaultyBackend):
+        def __repr__(self) -> str:
+            return "<a place>"
+
+    places = Nameless(MemoryBackend(), []), Nameless(MemoryBackend(), [])
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        for step, place in enumerate([*places, places[0]]):
+            ckpt.save(step, state_of(step)).result()
+            assert ckpt.publish(step, place).result().version == step // 2
+    assert [received(place, tmp_path / f"got-{number}") for number, place in enumerate(places)] == [[(1, 2)], [(0, 1)]]
+
+
 def test_a_run_that_went_back_publishes_the_next_number_and_says_so(tmp_path: Path) -> None:
     publish(tmp_path / "run", tmp_path / "pub", 4, 5)
     with Lines() as lines:
