@@ -62,7 +62,10 @@ class TensorSums:
             self._compressor.set_pledged_input_size(nbytes)
 
     def add(self, new: Bytes, old: Bytes | None) -> list[bytes]:
-        """Add bytes of the tensor, and those of the base at the same place; return what was compressed. On a worker."""
+        """Add bytes of the tensor, and those of the base at the same place; return what was compressed. On a worker.
+
+        The bytes of the base are overwritten by the XOR: memory that is new for each run is faulted in for each.
+        """
         compressed: list[bytes] = []
         for at in range(0, len(new), RUN_BYTES):
             run = new[at : at + RUN_BYTES]
@@ -71,7 +74,7 @@ class TensorSums:
                 before = old[at : at + RUN_BYTES]
                 self._old.update(before.data)
                 self._adler = zlib.adler32(run.data, self._adler)
-                compressed.append(self._compressor.compress(np.bitwise_xor(run, before)))
+                compressed.append(self._compressor.compress(np.bitwise_xor(run, before, out=before)))
         return [part for part in compressed if part]
 
     def end(self) -> bytes:
