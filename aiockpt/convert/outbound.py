@@ -66,7 +66,8 @@ class Slices:
         memory = await run_blocking(self._engine.state_work, LoadMemory, self._manifest, wanted)
         for landings in memory.plan.passes:
             await self._fetcher.fetch(landings, memory.views)
-        await run_blocking(self._engine.state_work, memory.finish)
+        if not memory.is_in_place:
+            await run_blocking(self._engine.state_work, memory.finish)
 
     async def close(self) -> None:
         """Close the files."""

@@ -612,6 +612,11 @@ class LoadMemory:
             self._parts.append(flat[start : start + box.volume])
             start += box.volume
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether all bytes come where they belong, so that `finish` has nothing to copy."""
+        return not self._unplaced and not self._staged
+
     # Tensors that fit come as they are, not detached: torch refuses to change a parameter in place outside of this.
     @torch.no_grad()
     def finish(self, pass_number: int | None = None) -> None:

@@ -38,7 +38,7 @@ logger = logging.getLogger("aiockpt")
 
 
 class Publications:
-    """The publishers of one checkpointer, one for each place.
+    """The publishers of one checkpointer, one for equal options: the same place, and the same weights of a step.
 
     Raises:
         UsageError: zstd is not installed.
@@ -49,7 +49,7 @@ class Publications:
         self._loop = loop
         self._destination = destination
         self._engine: Engine = destination.engine
-        self._publishers: dict[object, Publisher] = {}
+        self._publishers: list[tuple[Publish, Publisher]] = []
         self._followers: list[tuple[_Follower, Submitted]] = []
         with made_for_the_loop():
             self._begun, self._over = anyio.Event(), anyio.Event()
@@ -77,11 +77,13 @@ class Publications:
             self._loop.call_soon(follower.reach, step - step % follower.every)
 
     def _publisher(self, options: Publish) -> Publisher:
-        found = self._publishers.get(key := repr(options))
-        if found is None:
-            with made_for_the_loop():
-                found = self._publishers[key] = Publisher(self._destination, options, self._hold)
-        return found
+        for known, publisher in self._publishers:
+            if known == options:  # backends are equal if they are one object, whatever they are called
+                return publisher
+        with made_for_the_loop():
+            made = Publisher(self._destination, options, self._hold)
+        self._publishers.append((options, made))
+        return made
 
     async def _serve(self) -> None:
         """Be the parent of the holds."""
@@ -123,7 +125,7 @@ class Publications:
         finally:
             self._loop.call_soon(self._over.set)
             self._serving.result()
-            for publisher in self._publishers.values():
+            for _, publisher in self._publishers:
                 self._loop.submit(publisher.close).result()
 
 

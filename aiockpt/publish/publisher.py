@@ -12,8 +12,9 @@ Guarantees:
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import chain
 
 import anyio
 
@@ -31,18 +32,19 @@ from aiockpt.errors import (
 )
 from aiockpt.format.manifest import Manifest
 from aiockpt.publish.form import (
-    CHAIN,
     COMPANION_BYTES,
     FOLD,
     VersionIndex,
     VersionNotes,
     encode_version,
     is_companion,
+    newest_full,
     version_folder,
 )
 from aiockpt.publish.publication import Publish, Published
 from aiockpt.publish.receiver_notes import ReceiverNote, living_receivers
 from aiockpt.publish.step_weights import StepWeights, open_weights_of
+from aiockpt.publish.version_chain import VersionChain
 from aiockpt.publish.version_files import BaseDiffersError, DeltaTooLargeError, VersionWriter, WrittenFiles
 from aiockpt.publish.versions import Draft, Versions
 from aiockpt.storage.backend import Backend
@@ -67,10 +69,10 @@ class Publisher:
         self._engine = destination.engine
         self._backend = open_backend(options.dest, world=self._engine.world)
         self._versions = Versions(self._backend, self._engine.world)
+        self._chain = VersionChain(self._versions)
         self._lock = anyio.Lock()
         self._held = anyio.Event()
         self._companions: dict[str, bytes] | None = None
-        self._is_full: dict[str, bool] = {}
 
     @property
     def url(self) -> str:
@@ -248,26 +250,17 @@ class Publisher:
         return receivers
 
     async def _remove_old(self, keep: int, receivers: Sequence[ReceiverNote]) -> None:
-        there = await self._versions.list()
-        if (full := await self._newest_full(there)) is None:
+        newest = await self._chain.newest()
+        if newest is None:
             return
-        least = min([full - keep, *(note.needs for note in receivers if note.needs >= 0)])
+        full = newest_full(chain.from_iterable(await self._chain.leading_to(newest, newest.number)))
+        if full is None:
+            return
+        self._chain.drop(full.number)
+        least = min([full.number - keep, *(note.needs for note in receivers if note.needs >= 0)])
+        there = await self._versions.list()
         gone = [(number, prefix) for prefix, numbers in there.items() for number in numbers if number < least]
         await self._versions.remove(version_folder(number, prefix) for number, prefix in sorted(gone))
-
-    async def _newest_full(self, there: Mapping[str, Sequence[int]]) -> int | None:
-        """Return the highest number that a fresh receiver can begin at, of those that are *there*."""
-        for number in there[CHAIN]:
-            for prefix in (FOLD, CHAIN):
-                if number not in there[prefix]:
-                    continue
-                folder = version_folder(number, prefix)
-                if folder not in self._is_full:
-                    index = await self._versions.read(folder)
-                    self._is_full[folder] = index is not None and index.is_full
-                if self._is_full[folder]:
-                    return number
-        return None
 
     def _result(self, index: VersionIndex, seconds: float) -> Published:
         notes = index.notes

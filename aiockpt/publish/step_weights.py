@@ -46,11 +46,17 @@ class StepWeights:
         self.layout: Layout = plan_folder(chosen.weights, chosen.ties, FILE_BYTES)
         self.digest = digest_layout(self.layout)
         self.weight_bytes = sum(weight.nbytes for weight in chosen.weights)
+        shrinks = [itemsize(one.dtype) // itemsize(one.becomes) for one in chosen.weights if one.dtype != one.becomes]
+        self._window_fraction = 2 * max(1, *shrinks) if shrinks else 1
         self._fillers = [FileFiller(found.place.engine, slices, file) for file in self.layout.files]
 
     async def fill(self, file: int, offset: int, view: memoryview) -> None:
         """Fill *view* with the bytes of a file from *offset* on."""
         await self._fillers[file](offset, view)
+
+    def window_bytes(self, most_bytes: int) -> int:
+        """Return how long a window may be, so that it and its elements before they are cast fit into *most_bytes*."""
+        return most_bytes // self._window_fraction
 
     def cuts(self, span: WeightSpan, most_bytes: int) -> Iterator[int]:
         """Yield where to cut a tensor of a file, so that parts of *most_bytes* end where blocks of the step's file do."""

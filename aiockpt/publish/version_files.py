@@ -32,10 +32,12 @@ from aiockpt.publish.frames import TensorSums, load_zstd
 from aiockpt.publish.step_weights import StepWeights
 from aiockpt.publish.versions import Draft
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
+from aiockpt.runtime.slabs import Slab
 
-WINDOW_BYTES = 8 * MIB
+WINDOW_BYTES = 16 * MIB
+"""Of one window, with what is cast in it: each passes the loop a few times, which smaller ones do more often."""
 MOST_LANES = 4
-"""Tensors that are read and compressed at once, two windows each; what is cast needs as much again, or twice that."""
+"""Tensors that are read and compressed at once, two windows each."""
 
 
 class BaseDiffersError(CheckpointError):
@@ -60,16 +62,17 @@ class _Spool:
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(buffering=0, prefix="aiockpt-")  # noqa: SIM115  closed by `close`
         self._end = 0
-        self.extents: dict[str, list[tuple[int, int]]] = {}
+        self.extents: dict[str, tuple[int, int]] = {}
 
     def append(self, name: str, parts: Sequence[bytes]) -> None:
+        """Add to the frame of *name*; a frame is complete before the next one begins."""
         data = memoryview(b"".join(parts))
-        if data:
-            written = 0
-            while written < len(data):
-                written += os.pwrite(self._file.fileno(), data[written:], self._end + written)
-            self.extents.setdefault(name, []).append((self._end, len(data)))
-            self._end += len(data)
+        start, _ = self.extents.get(name, (self._end, 0))
+        while data:
+            written = os.pwrite(self._file.fileno(), data, self._end)
+            self._end += written
+            data = data[written:]
+        self.extents[name] = start, self._end - start
 
     def read(self, offset: int, into: memoryview) -> None:
         filled = 0
@@ -101,7 +104,8 @@ class VersionWriter:
         self._expected = expected
         self._zstd: Any = None if base is None else load_zstd()
         self._lanes = min(MOST_LANES, (os.cpu_count() or 1) + 1)
-        self._windows = Windows(2 * self._lanes, WINDOW_BYTES)
+        self._window_bytes = new.window_bytes(WINDOW_BYTES)
+        self._windows = Windows(2 * self._lanes, self._window_bytes)
         self._work = Limiter("publication", self._lanes)
         self._spools = [_Spool() for _ in range(self._lanes if base is not None else 0)]
         self._frame_bytes = 0
@@ -128,14 +132,14 @@ class VersionWriter:
     # ------------------------------------------------------------------ a full file
 
     async def _write_full(self, number: int, file: FolderFile, name: str) -> None:
-        turns = {offset: anyio.Event() for offset in range(0, file.size + WINDOW_BYTES, WINDOW_BYTES)}
+        turns = {offset: anyio.Event() for offset in range(0, file.size + self._window_bytes, self._window_bytes)}
         turns[0].set()
 
         async def fill(offset: int, view: memoryview) -> None:
             await self._new.fill(number, offset, view)
             await turns[offset].wait()  # windows are read at once, and hashed in order
             await run_blocking(self._work, self._take, file, 0, offset, view, None)
-            turns[offset + WINDOW_BYTES].set()
+            turns[offset + self._window_bytes].set()
 
         await write_file(self._draft.backend, self._draft.key(name), file.size, self._windows, fill)
         self._done.files[name] = FileNote(file.size)
@@ -149,7 +153,8 @@ class VersionWriter:
     # ------------------------------------------------------------------ a file of frames
 
     async def _write_delta(self, number: int, file: FolderFile, name: str) -> None:
-        units = _units(file)
+        spans = [span for span in file.spans if span.end > span.start]
+        units = split_by_bytes(spans, lambda span: span.end - span.start, self._window_bytes)
         async with open_tasks() as tasks:
             for lane in range(self._lanes):
                 tasks.start_soon(self._run_lane, units, number, file, lane)
@@ -169,7 +174,7 @@ class VersionWriter:
 
     def _gather(self, file: FolderFile, name: str) -> _FrameFile | None:
         """Return the file of the frames of those tensors that have changed; None if all are as before."""
-        extents = {tensor: (spool, at) for spool in self._spools for tensor, at in spool.extents.items()}
+        frames = {tensor: (spool, *extent) for spool in self._spools for tensor, extent in spool.extents.items()}
         entries: list[Entry] = []
         runs: list[tuple[_Spool, int, int]] = []
         checksums: dict[str, str] = {}
@@ -181,10 +186,9 @@ class VersionWriter:
             if old != self._expected.get(tensor):
                 raise BaseDiffersError(f"{tensor} of the base is not what was published: a full version is needed")
             if old != new:
-                spool, parts = extents[tensor]
-                begin, end = end, end + sum(size for _, size in parts)
+                runs.append(frames[tensor])
+                begin, end = end, end + runs[-1][2]
                 entries.append(Entry(tensor, "U8", (end - begin,), begin, end))
-                runs += [(spool, offset, size) for offset, size in parts]
                 checksums[tensor] = sums.checksum
                 self._done.weight_map[tensor] = name
         self._frame_bytes += end
@@ -193,23 +197,20 @@ class VersionWriter:
     # ------------------------------------------------------------------ the lanes
 
     async def _run_lane(self, units: Iterator[Sequence[WeightSpan]], number: int, file: FolderFile, lane: int) -> None:
-        for spans in units:
-            cuts = [spans[0].start, *self._new.cuts(spans[0], WINDOW_BYTES)] if len(spans) == 1 else [spans[0].start]
-            for start, end in pairwise([*cuts, spans[-1].end]):
-                await self._compare(number, file, lane, start, end - start)
-
-    async def _compare(self, number: int, file: FolderFile, lane: int, offset: int, size: int) -> None:
         assert self._base is not None
-        held = []
+        held: list[Slab] = []
         try:
-            # There are two for each lane: one that has its first never waits for another lane's.
+            # For all of the lane's tensors: a hand-over of each window would cost the loop more than its compression saves.
             held.append(await self._windows.acquire())
             held.append(await self._windows.acquire())
-            new, old = (window.memory[:size] for window in held)
-            async with open_tasks() as tasks:
-                tasks.start_soon(self._new.fill, number, offset, new)
-                tasks.start_soon(self._base.fill, number, offset, old)
-            await run_blocking(self._work, self._take, file, lane, offset, new, old)
+            for spans in units:
+                cuts = self._new.cuts(spans[0], self._window_bytes) if len(spans) == 1 else ()
+                for start, end in pairwise([spans[0].start, *cuts, spans[-1].end]):
+                    new, old = (window.memory[: end - start] for window in held)
+                    async with open_tasks() as tasks:
+                        tasks.start_soon(self._new.fill, number, start, new)
+                        tasks.start_soon(self._base.fill, number, start, old)
+                    await run_blocking(self._work, self._take, file, lane, start, new, old)
         finally:
             with anyio.CancelScope(shield=True):
                 for window in held:
@@ -265,12 +266,3 @@ class _FrameFile:
             self.read(offset, view)
             hasher.update(view)
         return hasher.hexdigest()
-
-
-def _units(file: FolderFile) -> Iterator[Sequence[WeightSpan]]:
-    """Yield tensors, as many as a window holds, or one that is larger; those without elements are left out."""
-    return split_by_bytes([span for span in file.spans if span.end > span.start], _span_bytes, WINDOW_BYTES)
-
-
-def _span_bytes(span: WeightSpan) -> int:
-    return span.end - span.start

@@ -24,7 +24,7 @@ def make_frame(new: frames.Bytes, old: frames.Bytes, window: int) -> tuple[bytes
     sums = TensorSums(len(new), ZSTD)
     parts = []
     for at in range(0, len(new), window):
-        parts += sums.add(new[at : at + window], old[at : at + window])
+        parts += sums.add(new[at : at + window], old[at : at + window].copy())
     return b"".join([*parts, sums.end()]), sums
 
 

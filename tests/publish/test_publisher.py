@@ -14,10 +14,13 @@ from safetensors.torch import load_file, save_file
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.convert import to_hugging_face
+from aiockpt.engine.alone import Destination
+from aiockpt.engine.find import find_manifest
 from aiockpt.errors import StorageError
 from aiockpt.events import PublicationFailed, VersionPublished
 from aiockpt.publish import step_weights, version_files
 from aiockpt.publish.form import DECISION
+from aiockpt.publish.step_weights import open_weights_of
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.publish.other_reader import OtherReader
 from tests.publish.policy import Policy, are_of, in_folder, publish, received, saved, state_of, weights_of
@@ -99,6 +102,40 @@ def test_a_tensor_of_many_windows_and_files_comes_out_as_it_was(
     assert received(tmp_path / "pub", tmp_path / "got") == [(2, 2)]
 
 
+@pytest.mark.parametrize(("dtype", "part"), [(None, 1), ("float32", 1), ("bfloat16", 4), ("float64", 2)])
+def test_windows_leave_room_for_what_is_cast_in_them(tmp_path: Path, dtype: str | None, part: int) -> None:
+    async def window_bytes(destination: Destination) -> int:
+        found = await find_manifest(destination, 0)
+        async with open_weights_of(found, aiockpt.Publish(tmp_path / "pub", dtype=dtype), None) as weights:
+            return weights.window_bytes(1 << 20)
+
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(0, {"model": torch.nn.Linear(3, 3)}).result()
+        assert ckpt.run_on_destination("look", window_bytes).result() == (1 << 20) // part
+
+
+def test_what_is_cast_in_many_windows_is_what_a_conversion_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_files, "WINDOW_BYTES", 4096)
+    model = torch.nn.Linear(90, 70)
+    kinds = []
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        for step in range(2):
+            ckpt.save(step, {"model": model}).result()
+            kinds.append(ckpt.publish(step, aiockpt.Publish(tmp_path / "pub", dtype="bfloat16")).result().kind)
+            with torch.no_grad():
+                model.weight[step::7] += 1
+        to_hugging_face(ckpt, tmp_path / "hf", step=1, dtype="bfloat16").result()
+    assert kinds == ["full", "delta"]
+    reader = OtherReader(tmp_path / "pub")
+    reader.pull(1)
+    wanted = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {name: data for name, (_, _, data) in reader.tensors.items()} == {
+        name: raw(tensor) for name, tensor in wanted.items()
+    }
+
+
 def test_a_full_version_is_what_a_conversion_writes(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.BatchNorm1d(20))
     with small_checkpointer(tmp_path / "run") as ckpt:
@@ -164,6 +201,19 @@ def test_a_step_that_is_the_newest_version_is_not_published_again(tmp_path: Path
         first = ckpt.publish(3, tmp_path / "pub").result()
         again = ckpt.publish(3, tmp_path / "pub").result()
     assert (first.version, again.version, again.url) == (0, 0, first.url)
+
+
+def test_two_places_of_one_name_have_a_publisher_each(tmp_path: Path) -> None:
+    class Nameless(FaultyBackend):
+        def __repr__(self) -> str:
+            return "<a place>"
+
+    places = Nameless(MemoryBackend(), []), Nameless(MemoryBackend(), [])
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        for step, place in enumerate([*places, places[0]]):
+            ckpt.save(step, state_of(step)).result()
+            assert ckpt.publish(step, place).result().version == step // 2
+    assert [received(place, tmp_path / f"got-{number}") for number, place in enumerate(places)] == [[(1, 2)], [(0, 1)]]
 
 
 def test_a_run_that_went_back_publishes_the_next_number_and_says_so(tmp_path: Path) -> None:
