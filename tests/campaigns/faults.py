@@ -110,7 +110,7 @@ class Schedule(msgspec.Struct, frozen=True):
         # A stream is dealt out in parts that are even for two or three ranks.
         source: Literal["sampler", "stream"] = dice.choice(("sampler", "stream")) if world_size < 4 else "sampler"
         plan = Plan(world_size, skip, source, epochs=STEPS * BATCH * world_size // SAMPLES, bad=bad)
-        waits = dice.random() < 0.5
+        waits = not bad and dice.random() < 0.5  # the ranks with a bad step save it in the next call, or never
         job = FaultyJob(
             plan,
             tuple(stalls),
@@ -308,17 +308,15 @@ class Driver:
 
     def _flip(self, which: float) -> int:
         """Flip a bit of the newest step in the memory of one host; return the step."""
-        files = [
-            (int(path.parts[-4].removeprefix("step-")), path)
-            for host in self._hosts.all
-            for path in host.memory.glob(f"aiockpt-*/peer/{RUN}/step-*/a-*/d/*")
-        ]
-        newest = max((step for step, _ in files), default=-1)
-        paths = sorted(path for step, path in files if step == newest)
-        if not paths:
-            return -1
-        path = paths[int(which * len(paths))]
         try:
+            files = [
+                (int(path.parts[-4].removeprefix("step-")), path)
+                for host in self._hosts.all
+                for path in host.memory.glob(f"aiockpt-*/peer/{RUN}/step-*/a-*/d/*")
+            ]
+            newest = max(step for step, _ in files)
+            paths = sorted(path for step, path in files if step == newest)
+            path = paths[int(which * len(paths))]
             with path.open("r+b") as file:
                 at = int(which * 1e6) % max(path.stat().st_size, 1)
                 file.seek(at)
@@ -374,6 +372,7 @@ class Promises:
         self._trained = -1
         self._opened: set[int] = set()
         self._loaded: dict[int, int] = {}
+        self._flipped: set[int] = set()
         self._is_harmed = False
 
     def take(self, rank: int, event: Any) -> None:
@@ -389,9 +388,9 @@ class Promises:
                 if rank not in self._loaded:
                     self._begin(rank, -1)
                 self._trained = max(self._trained, event.step)
-            case Committed() if not self._is_harmed:
+            case Committed() if not self._is_harmed and event.step not in self._flipped:
                 self.held = max(self.held, event.step)
-            case Replicated() if not self._is_harmed:
+            case Replicated() if not self._is_harmed and event.step not in self._flipped:
                 self.copied = max(self.copied, event.step)
             case Promoted():
                 self.durable = max(self.durable, event.step)
@@ -408,6 +407,7 @@ class Promises:
             self.held = max(self.copied, self.durable)
             self.copied, self._is_harmed = self.durable, True
         elif kind == "flip":
+            self._flipped.add(step)
             if step > self.copied:  # in the only copy, perhaps
                 self.held = max(min(self.held, step - 1), self.durable)
             self.copied = max(min(self.copied, step - 1), self.durable)
@@ -417,7 +417,7 @@ class Promises:
         if not self._loaded:
             assert step >= self.held, f"a start goes on after step {step}, and {self.held} was promised"
             self.lost.append(max(self._trained - step, 0))
-            self._trained, self._is_harmed = step, False
+            self._trained, self._is_harmed, self._flipped = step, False, set()
             self.held, self.copied = step, min(self.copied, step)
         self._loaded[rank] = step
         assert len(set(self._loaded.values())) == 1, f"ranks go on after different steps: {self._loaded}"

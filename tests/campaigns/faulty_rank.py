@@ -26,7 +26,8 @@ from tests.launch.trainer import FOREVER_S, Slow
 from tests.rewind.jobs import Plan, Trainee
 
 PLACES = ("loader", "backward", "collective", "save", "advance")
-WAIT_S = 20.0
+WAIT_S = 2.0
+"""For a copy: far less than a rank may stand."""
 END = "end"
 """The folder of what each rank holds in the end."""
 

@@ -35,6 +35,26 @@ def wait_here():
 wait_here()
 """
 
+BUSY = """
+import asyncio, json, threading, time
+from aiockpt.runtime.progress import find_progress
+def call(depth):
+    return call(depth - 1) if depth else json.loads(json.dumps({"a": [1, 2]}))
+async def acall(depth):
+    await (acall(depth - 1) if depth else asyncio.sleep(0))
+async def work():
+    while True:
+        call(30)
+        await acall(10)
+def train():
+    find_progress().mark("train", 1)
+    while True:
+        time.sleep(0.01)
+for _ in range(2):
+    threading.Thread(target=asyncio.run, args=(work(),), daemon=True).start()
+threading.Thread(target=train).start()
+"""
+
 
 @pytest.fixture
 def hook() -> Iterator[None]:
@@ -58,7 +78,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert record is not None
     assert (record.step, record.steps, record.stage, record.commits) == (5, 1, "train", 1)
     assert record.beside == "commit of step 5"
-    assert record.thread == threading.get_ident()
+    assert record.thread == threading.get_native_id()
     assert record.mark_s >= record.step_s > 0
     reader.close()
 
@@ -113,18 +133,33 @@ def test_the_stacks_of_a_trainer_show_its_training_thread(tmp_path: Path) -> Non
             trainers.close()
 
 
-def test_the_last_dump_of_a_thread_counts() -> None:
-    text = """Thread 0x0000000000000007 (most recent call first):
-  File "/a/b.py", line 3 in old
+def test_a_look_at_a_busy_process_does_not_end_it(tmp_path: Path) -> None:
+    """With the stacks of all threads it ends in a segmentation fault, after some 500 looks."""
+    with subprocess.Popen([sys.executable, "-c", BUSY], env=_env(tmp_path)) as trainer:
+        trainers = Trainers(tmp_path, [0])
+        try:
+            until(trainers.read, "the record")
+            for _ in range(800):
+                trainers.request_stacks(trainers.read())
+                time.sleep(0.002)
+            time.sleep(0.2)
+            ((_, sample),) = trainers.sample(trainers.read()).items()
+            assert trainer.poll() is None
+            assert sample.place[0].startswith("train ("), sample.place
+        finally:
+            trainer.kill()
+            trainers.close()
 
-Current thread 0x0000000000000009 (most recent call first):
-  File "/a/c.py", line 1 in other
-Thread 0x0000000000000007 [name] (most recent call first):
+
+def test_the_last_stack_counts() -> None:
+    text = """Stack (most recent call first):
+  File "/a/b.py", line 3 in old
+Stack (most recent call first):
   File "/a/b.py", line 4 in wait
   File "/a/b.py", line 9 in <module>
 """
-    assert find_place(text, 7) == ("wait (/a/b.py:4)", "<module> (/a/b.py:9)")
-    assert find_place(text, 8) == ()
+    assert find_place(text) == ("wait (/a/b.py:4)", "<module> (/a/b.py:9)")
+    assert find_place("") == ()
 
 
 def _env(folder: Path) -> dict[str, str]:
