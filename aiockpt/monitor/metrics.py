@@ -65,8 +65,8 @@ class RunTime:
     def __init__(self) -> None:
         self._opened: Opened | None = None
         self._held_s = self._lost_s = self._thrown_s = 0.0
-        self._saves: deque[tuple[int, int, float]] = deque(maxlen=REMEMBERED_SAVES)
-        """Step, when its save began, and how long training was held until then."""
+        self._saves: deque[tuple[int, float]] = deque(maxlen=REMEMBERED_SAVES)
+        """Step, and the seconds that were trained when its save began."""
         self._resumed = False
         self._durable_from_ns: int | None = None
 
@@ -79,7 +79,7 @@ class RunTime:
                 self._saves.clear()
                 self._resumed = False
             case SaveStarted():
-                self._saves.append((event.step, event.at_ns - round(event.seconds * 1e9), self._held_s))
+                self._saves.append((event.step, self._trained_s(event.at_ns - round(event.seconds * 1e9))))
             case Rewound():
                 self._go_back(event)
             case SnapshotTaken():
@@ -101,13 +101,17 @@ class RunTime:
         self._resumed = True
 
     def _go_back(self, event: Rewound) -> None:
-        since_ns, held_s = event.at_ns if self._opened is None else self._opened.at_ns, 0.0
+        """Have trained as much as when the save of the step began that the run went back to."""
+        trained_s = 0.0
         while self._saves and self._saves[-1][0] >= event.step:
-            step, begun_ns, held_before_s = self._saves.pop()
-            if step == event.step:
-                since_ns, held_s = begun_ns, held_before_s
-        self._saves.append((event.step, event.at_ns, self._held_s))
-        self._thrown_s += (event.at_ns - since_ns) / 1e9 - (self._held_s - held_s)
+            step, trained_s = self._saves.pop()
+            trained_s = trained_s if step == event.step else 0.0
+        self._saves.append((event.step, trained_s))
+        self._thrown_s += self._trained_s(event.at_ns) - trained_s
+
+    def _trained_s(self, now_ns: int) -> float:
+        here_s = 0.0 if self._opened is None else (now_ns - self._opened.at_ns) / 1e9
+        return max(here_s - self._held_s - self._thrown_s, 0.0)
 
     def wall_s(self, at_ns: int) -> float:
         """Return the wall clock, in seconds since 1970, at a time of the monotonic one."""
@@ -116,7 +120,7 @@ class RunTime:
     def effective(self, now_ns: int) -> float:
         """Return the trained fraction of the time, from 0 to 1."""
         here_s = 0.0 if self._opened is None else (now_ns - self._opened.at_ns) / 1e9
-        return max(here_s - self._held_s - self._thrown_s, 0.0) / (here_s + self._lost_s) if here_s > 0 else 1.0
+        return self._trained_s(now_ns) / (here_s + self._lost_s) if here_s > 0 else 1.0
 
     def lost_s(self, _: int) -> float:
         """Return the seconds from the save of the loaded step to this start."""

@@ -49,6 +49,9 @@ STEPS = 36
 RUN_S = 170.0
 """For a job to end: some seconds on a quiet machine."""
 HANG_S = 6.0
+WAITS_S = 15.0
+"""For the launchers of other hosts, after one has failed."""
+LAST_STEPS = 5
 POLL_S = 0.01
 MOST_SHOWN = 5000
 """Characters of each log, of a job that has failed."""
@@ -182,12 +185,14 @@ class Hosts:
         for host in self.all:
             host.start(self._launch)
 
-    def replace(self, host: Host) -> None:
-        """Lose a host with its memory, and have another one in its place."""
+    def replace(self, host: Host, *, starts: bool) -> None:
+        """Lose a host with its memory, and have another one in its place; *starts* where the job is to go on now."""
         host.kill()
         self.all.remove(host)
         shutil.rmtree(host.memory)
-        self._add().start(self._launch)
+        new = self._add()
+        if starts:
+            new.start(self._launch)
 
     def close(self) -> None:
         """Kill what runs."""
@@ -235,32 +240,37 @@ class Driver:
         self._log = Log(folder)
         self._due_s: float | None = None
         self._back_s = math.inf
+        self._is_told = False
         self.done: list[tuple[int, Kind, int]] = []
 
     def run(self) -> None:
         """Run the job to its end, as a scheduler would."""
-        ends_s = time.monotonic() + RUN_S
+        ends_s, failed_s = time.monotonic() + RUN_S, math.inf
         self._hosts.start_job()
         while True:
             self._log.read()
             self._harm()
-            if not [host for host in self._hosts.all if host.runs()]:
-                if not any(host.status for host in self._hosts.all):
-                    break
-                self._start_again([host.status for host in self._hosts.all])
-            stopped = [host.number for host in self._hosts.all if host.status == restart_policy.STOPPED]
-            assert not stopped, f"the launchers of hosts {stopped} gave up"
-            if time.monotonic() > ends_s:
-                raise AssertionError(
-                    f"it hangs: {[(host.number, host.runs(), host.status) for host in self._hosts.all]}"
-                )
+            now_s = time.monotonic()
+            running = [host for host in self._hosts.all if host.runs()]
+            statuses = [host.status for host in self._hosts.all if host not in running]
+            assert restart_policy.STOPPED not in statuses, "a launcher gave up"
+            if any(statuses):
+                failed_s = min(failed_s, now_s)
+            if not running and not any(statuses):
+                break
+            if not running or now_s > failed_s + WAITS_S:  # as `srun --wait` ends what is left of a job
+                self._start_again(statuses)
+                failed_s = math.inf
+            assert now_s < ends_s, f"it hangs: {[(host.number, host.runs(), host.status) for host in self._hosts.all]}"
             time.sleep(POLL_S)
         self._log.read()
 
     def _start_again(self, statuses: list[int]) -> None:
         """Start a job again that has ended without being done."""
-        told = [kind for _, kind, _ in self.done if kind in ("preempt", "preempt all", "host")]
-        assert self._hosts.jobs <= len(told), f"the job ended by itself: {statuses}"
+        reasons = [kind for _, kind, _ in self.done if kind in ("preempt", "preempt all", "host")]
+        assert self._hosts.jobs <= len(reasons), f"the job ended by itself: {statuses}"
+        self._hosts.close()
+        self._is_told = False
         self._hosts.start_job()
 
     def _harm(self) -> None:
@@ -284,8 +294,11 @@ class Driver:
         running = [host for host in self._hosts.all if host.runs()]
         if len(running) < len(self._hosts.all):  # it ends, or was told to
             return None
+        if harm.kind in ("host", "preempt", "preempt all") and self._log.last_step() > STEPS - LAST_STEPS:
+            return None  # a rank that has ended waits for the others, in torch's launcher: five minutes
         processes = [event.pid for event in self._log.processes().values()]
         step = -1
+        self._is_told = self._is_told or harm.kind in ("preempt", "preempt all")
         match harm.kind:
             case "kill" | "preempt":
                 number = signal.SIGKILL if harm.kind == "kill" else signal.SIGTERM
@@ -296,7 +309,7 @@ class Driver:
                 for host in running:
                     host.tell()
             case "host":
-                self._hosts.replace(running[int(harm.which * len(running))])
+                self._hosts.replace(running[int(harm.which * len(running))], starts=not self._is_told)
             case "disk":
                 (self._folder / FAULTS / DISK).touch()
                 self._back_s = time.monotonic() + harm.lasts_s

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from aiockpt import Checkpointer
+from aiockpt import Checkpointer, Rewind
 from aiockpt.events import Committed, NotFiniteFound
 from aiockpt.launch.trainers import Trainers, find_place
 from aiockpt.runtime import progress
@@ -80,6 +81,34 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert record.beside == "commit of step 5"
     assert record.thread == threading.get_native_id()
     assert record.mark_s >= record.step_s > 0
+    reader.close()
+
+
+@pytest.mark.usefixtures("hook")
+def test_what_a_rewind_takes_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks, reader = ProgressWriter(tmp_path, 0), ProgressReader(rank_path(tmp_path, 0))
+    monkeypatch.setattr(progress, "_progress", marks)
+    state = {"x": torch.zeros(3)}
+    with Checkpointer(tmp_path / "run", every=1, rewind=Rewind()) as ckpt:
+        step, thrown_s, bad_s = ckpt.resume(state), 0.0, 0.0
+        while step < 5:
+            is_bad = step == 3 and not bad_s
+            if is_bad:
+                began_s = time.monotonic()
+                time.sleep(0.05)
+            step = ckpt.advance(step, state, metrics={"loss": float("nan") if is_bad else 1.0})
+            if is_bad:
+                bad_s = time.monotonic() - began_s
+                record = reader.read()
+                assert record is not None
+                assert record.step == 2
+                thrown_s = record.thrown_s
+    assert 0.05 <= thrown_s <= bad_s + 1.0
+    assert step == 5
+    marks.rewind(3)  # to the last step but one: what came since then is in vain as well
+    record = reader.read()
+    assert record is not None
+    assert record.thrown_s > thrown_s
     reader.close()
 
 
