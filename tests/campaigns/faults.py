@@ -27,6 +27,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from pkgutil import walk_packages
 from typing import Any, Literal, get_args
 from unittest import mock
 
@@ -46,7 +47,7 @@ from tests.campaigns.sigkill import fork, in_child
 from tests.rewind.jobs import BATCH, SAMPLES, Bad, Plan
 
 STEPS = 36
-RUN_S = 170.0
+RUN_S = 300.0
 """For a job to end: some seconds on a quiet machine."""
 HANG_S = 6.0
 WAITS_S = 15.0
@@ -55,8 +56,13 @@ LAST_STEPS = 5
 POLL_S = 0.01
 MOST_SHOWN = 5000
 """Characters of each log, of a job that has failed."""
-PRELOADED = ("torch._dynamo", "anyio._backends._asyncio", "aiockpt.places.peers", "aiockpt.session.rewind.rewinder")
-"""What each trainer imports after its fork, otherwise: two seconds of a processor."""
+PRELOADED = (
+    "torch._dynamo",
+    "anyio._backends._asyncio",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+)
+PACKAGES = ("engine", "lazy", "pipeline", "places", "ranks", "session")
+"""What each trainer and launcher would import after its fork: three seconds of a processor."""
 Kind = Literal["kill", "kill all", "host", "flip", "disk", "preempt", "preempt all"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -455,7 +461,9 @@ def look(seed: int, folder: Path) -> Outcomes:
 
 def prepare() -> Case:
     """Return the cases."""
-    for name in PRELOADED:
+    packages = [import_module(f"aiockpt.{name}") for name in PACKAGES]
+    ours = [found.name for one in packages for found in walk_packages(one.__path__, f"{one.__name__}.")]
+    for name in (*PRELOADED, *ours):
         import_module(name)
     return in_folders(look)
 

@@ -22,6 +22,7 @@ from aiockpt.errors import from_os_error
 from aiockpt.events import Event, Replicated
 from aiockpt.storage.forwarding import BackendCall, Forwarding
 from aiockpt.tools.examples.recovering_rank import DISK, EVENTS, FAULTS, RUN, WRITES, EventLines
+from tests.inline_process import TINY
 from tests.launch.trainer import FOREVER_S, Slow
 from tests.rewind.jobs import Plan, Trainee
 
@@ -163,7 +164,13 @@ def _train(job: FaultyJob, folder: Path, memory: Path, host: int) -> None:
     state = {**trainee.state, f"count-{rank}": Count(stalls), "loader": loader}
     rewind = aiockpt.Rewind(skip=plan.skip, window=8, most=100)
     with aiockpt.Checkpointer(
-        tiers, every=1, rewind=rewind, on_error="warn", on_preempt="save", observers=[lines, copies]
+        tiers,
+        every=1,
+        rewind=rewind,
+        on_error="warn",
+        on_preempt="save",
+        observers=[lines, copies],
+        limits=aiockpt.Limits(io=TINY),
     ) as ckpt:
         step = ckpt.resume(state)
         while loader.epoch < plan.epochs:
