@@ -12,6 +12,7 @@ must go on from what the events of the ranks before have promised (`Promises`).
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import random
@@ -34,6 +35,7 @@ from unittest import mock
 import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from aiockpt.events import Committed, Loaded, Opened, Promoted, Replicated, Rewound
 from aiockpt.launch import restart_policy
@@ -53,8 +55,11 @@ HANG_S = 6.0
 WAITS_S = 15.0
 """For the launchers of other hosts, after one has failed."""
 LAST_STEPS = 5
+STACKS = signal.SIGUSR2
+KEEP_ALIVE = "keep_alive_interval=2,keep_alive_max_attempt=5"
+"""After less, launchers that a busy machine holds up take each other for dead, again and again."""
 POLL_S = 0.01
-MOST_SHOWN = 5000
+MOST_SHOWN = 9000
 """Characters of each log, of a job that has failed."""
 PRELOADED = (
     "torch._dynamo",
@@ -158,6 +163,11 @@ class Host:
         if self._pid:
             os.kill(self._pid, signal.SIGTERM)
 
+    def show(self) -> None:
+        """Have all processes of it write their stacks."""
+        if self._pid:
+            os.killpg(self._pid, STACKS)
+
     def kill(self) -> None:
         """Kill all of it."""
         if self._pid:
@@ -200,6 +210,12 @@ class Hosts:
         if starts:
             new.start(self._launch)
 
+    def show(self) -> None:
+        """Have all processes write their stacks into the log."""
+        for host in self.all:
+            host.show()
+        time.sleep(1.0)
+
     def close(self) -> None:
         """Kill what runs."""
         for host in self.all:
@@ -213,6 +229,7 @@ class Hosts:
         for number in (1, 2):
             os.dup2(log, number)
         sys.stdout = sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  of this process, to its end
+        faulthandler.register(STACKS)
         job, folder = self._schedule.job, self._folder
 
         def trainer() -> None:
@@ -228,9 +245,12 @@ class Hosts:
         options = [f"--hang-s={HANG_S:g}", "--max-restarts=100", f"--rdzv-id=job-{self.jobs}", "--rdzv-backend=c10d"]
         options += [f"--nnodes={self._schedule.hosts}", f"--nproc-per-node={self._schedule.ranks}"]
         options += [f"--rdzv-endpoint=127.0.0.1:{self._store.port}", "--local-addr=127.0.0.1"]
-        options += ["--rdzv-conf=is_host=0,keep_alive_interval=1,keep_alive_max_attempt=3", "trainer"]
+        options += [f"--rdzv-conf=is_host=0,{KEEP_ALIVE}", "trainer"]
         try:
-            with mock.patch.object(torchrun, "config_from_args", read_forking):
+            with (
+                mock.patch.object(torchrun, "config_from_args", read_forking),
+                mock.patch.object(dynamic_rendezvous, "get_method_name", str),  # for a log; it takes 0.1 s at a time
+            ):
                 return launch(options)
         except BaseException:  # noqa: BLE001  whatever ends it
             traceback.print_exc()
@@ -267,7 +287,11 @@ class Driver:
             if not running or now_s > failed_s + WAITS_S:  # as `srun --wait` ends what is left of a job
                 self._start_again(statuses)
                 failed_s = math.inf
-            assert now_s < ends_s, f"it hangs: {[(host.number, host.runs(), host.status) for host in self._hosts.all]}"
+            if now_s > ends_s:
+                self._hosts.show()
+                raise AssertionError(
+                    f"it hangs: {[(host.number, host.runs(), host.status) for host in self._hosts.all]}"
+                )
             time.sleep(POLL_S)
         self._log.read()
 
@@ -468,4 +492,4 @@ def prepare() -> Case:
     return in_folders(look)
 
 
-CAMPAIGN = Campaign(name="faults", counts="jobs", prepare=prepare, smoke_count=2, apart=True)
+CAMPAIGN = Campaign(name="faults", counts="jobs", prepare=prepare, smoke_count=1, apart=True)
