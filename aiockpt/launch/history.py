@@ -7,6 +7,7 @@ Times of people are seconds since 1970; durations are of the monotonic clock.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import msgspec
 
 from aiockpt.format.document import described
 from aiockpt.launch.restart_policy import TrainerFailure
-from aiockpt.runtime.progress import ProgressRecord
+from aiockpt.runtime.progress import LaunchFigures, ProgressRecord
 
 MONITOR = "monitor"
 _BEGINS = "launch-"
@@ -98,7 +99,10 @@ class NodeRun(msgspec.Struct, kw_only=True):
 
 
 class Timeline:
-    """When which step came, in one attempt: at most some thousand points, so that a month costs no more than an hour."""
+    """When which step came, in one attempt: at most some thousand points, so that a month costs no more than an hour.
+
+    Its clock stands while steps are trained that a rewind takes back.
+    """
 
     def __init__(self) -> None:
         self.ready_s, self.first_step = 0.0, -1
@@ -116,7 +120,9 @@ class Timeline:
         slowest = min(rows, key=lambda row: (row.steps, -row.step_s), default=None)
         if slowest is None or not slowest.steps or (self._last is not None and self._last[0] == slowest.step):
             return False
-        first, self._last = self._last is None, (slowest.step, slowest.step_s)
+        first, self._last = self._last is None, (slowest.step, slowest.step_s - slowest.thrown_s)
+        while self.points and self.points[-1][0] >= slowest.step:
+            self.points.pop()
         if first:  # short steps: some were done between two looks
             self.first_step = max(slowest.step - slowest.steps + 1, 0)
         self._skipped += 1
@@ -151,6 +157,22 @@ def close_attempt(attempt: NodeAttempt, timeline: Timeline, next_step: int | Non
 def effective(attempts: Sequence[NodeAttempt], lasted_s: float) -> float:
     """Return the time of steps that count ÷ all time."""
     return min(sum(attempt.counted_s for attempt in attempts) / lasted_s, 1.0) if lasted_s > 0 else 0.0
+
+
+def figures_of(launch: NodeRun) -> LaunchFigures:
+    """Return what a launch tells its trainers."""
+    *ended, now = launch.attempts
+    last = ended[-1] if ended else now
+    return LaunchFigures(
+        restarts=Counter("another node" if each.failure is None else each.failure.kind for each in ended),
+        notice_s=last.notice_s,
+        decide_s=last.decide_s,
+        restart_s=last.restart_s,
+        first_step_s=now.first_step_s,
+        lost_steps=sum(each.lost_steps for each in ended),
+        lost_s=sum(each.lost_s for each in ended),
+        ettr=launch.ettr,
+    )
 
 
 # ------------------------------------------------------------------ files

@@ -28,16 +28,19 @@ from aiockpt.launch.history import (
     Timeline,
     close_attempt,
     effective,
+    figures_of,
     write_launch,
 )
 from aiockpt.launch.restart_policy import NextStart, RestartPolicy, TrainerFailure
 from aiockpt.launch.trainers import Trainers
 from aiockpt.redaction import redact
-from aiockpt.runtime.progress import FOLDER, ProgressRecord
+from aiockpt.runtime.progress import FOLDER, ProgressRecord, write_figures
 
 POLLS_APART_S = 0.1
 ANSWER_S = 0.3
 """For the processes to write their stacks: milliseconds, on a quiet machine."""
+WRITTEN_APART_S = 60.0
+"""The history of a run without events: its effective time goes on."""
 SHOWN_AFTER = 3
 """Samples before people are told what a stall looks like."""
 Agree = Callable[[bool], bool]
@@ -73,6 +76,7 @@ class NodeWatch:
         self._trained: tuple[NodeAttempt, Timeline] | None = None
         self._stall: Stall | None = None
         self._has_steps = False
+        self._written_s = 0.0
 
     # ------------------------------------------------------------------ attempts
 
@@ -169,6 +173,8 @@ class NodeWatch:
         self._read()
         for rank, text in self._trainers.notes():
             self._report(f"rank {rank} tells: {redact(text)}")
+        if self._has_steps and now_s - self._written_s > WRITTEN_APART_S:
+            self.write()
         self._notice(now_s)
         if self._requested_s:
             return self._collect(now_s) if now_s - self._requested_s >= ANSWER_S else None
@@ -272,11 +278,14 @@ class NodeWatch:
             return ""
 
     def write(self) -> None:
-        """Write the history, beside the evidence and, where that is a folder with traces, beside the run."""
+        """Write the history, beside the evidence and, where that is a folder with traces, beside the run. Tell trainers."""
         self._count()
+        self._written_s = time.monotonic()
         roots = [
             Path(url.removeprefix("file://")) for url in self.launch.urls if "://" not in url.removeprefix("file://")
         ]
+        with suppress(OSError):
+            write_figures(self._shared, figures_of(self.launch))
         for folder in [self.folder, *(root / MONITOR for root in roots if (root / MONITOR).is_dir())]:
             with suppress(OSError):
                 write_launch(folder, self.launch)

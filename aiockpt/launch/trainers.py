@@ -1,8 +1,8 @@
 """The trainers of one attempt on this node, seen from outside: their records, their stacks, what the kernel counts.
 
-Guarantees: only a process that has told its id in a progress record is signalled, and only in a stall; its stacks come from
-a handler in C, so also where the interpreter is held. Python's calls of the system go on; a ``sleep`` in C returns early.
-What cannot be read is empty.
+Guarantees: only a process that has told its id in a progress record is signalled, and only in a stall; the stack of its
+training thread comes from a handler in C, so also where the interpreter is held. Python's calls of the system go on; a
+``sleep`` in C returns early. What cannot be read is empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from aiockpt.launch.detector import StackSample, WaitsFor
 from aiockpt.runtime.progress import STACKS, ProgressReader, ProgressRecord, rank_path
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 _ENGINE = f"{Path(__file__).parents[1]}{os.sep}"
@@ -39,18 +38,19 @@ class Trainers:
         return {rank: record for rank, record in read.items() if record is not None}
 
     def request_stacks(self, records: Mapping[int, ProgressRecord]) -> None:
-        """Have the processes write their stacks."""
+        """Have the training threads write their stacks."""
         for rank, record in records.items():
             self._read_new(self._paths[rank].with_suffix(".stacks"))
             with suppress(OSError):
-                os.kill(record.pid, STACKS)
+                # The kernel has this very thread handle it, where that can.
+                os.kill(record.thread, STACKS)
 
     def sample(self, records: Mapping[int, ProgressRecord]) -> dict[int, StackSample]:
         """Return a look at each process: its place is what it has written since the request."""
         return {rank: self._sample(rank, record) for rank, record in records.items()}
 
     def _sample(self, rank: int, record: ProgressRecord) -> StackSample:
-        place = find_place(self._read_new(self._paths[rank].with_suffix(".stacks")), record.thread)
+        place = find_place(self._read_new(self._paths[rank].with_suffix(".stacks")))
         proc = f"/proc/{record.pid}"
         return StackSample(
             place=place or (f"no answer; the kernel says {_read(f'{proc}/stat').rpartition(')')[2][1:2] or 'gone'}",),
@@ -110,16 +110,14 @@ class Trainers:
         return ""
 
 
-def find_place(text: str, thread: int) -> tuple[str, ...]:
-    """Return the frames of *thread* in the last dump of *text*, the innermost first: ``function (file:line)``."""
+def find_place(text: str) -> tuple[str, ...]:
+    """Return the frames of the last stack in *text*, the innermost first: ``function (file:line)``."""
     frames: list[str] = []
-    inside = False
     for line in text.splitlines():
-        if match := _THREAD.match(line):
-            inside = int(match[1], 16) == thread
-            frames = [] if inside else frames
-        elif inside and (match := _FRAME.match(line)):
+        if match := _FRAME.match(line):
             frames.append(f"{match[3]} ({match[1]}:{match[2]})")
+        else:
+            frames.clear()
     return tuple(frames)
 
 

@@ -11,7 +11,7 @@ import logging
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ from aiockpt.events import (
     StorageRetried,
     VersionPublished,
 )
+from aiockpt.runtime.progress import read_figures
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -56,13 +57,16 @@ class RunTime:
 
     Time runs from the save of the step that this process resumed from, else from the creation of its checkpointer. *Lost*
     time lies between that save and this start: repeated work and downtime. *Held* time is that of calls of save, of
-    optimizer waits and of loads. The rest is trained (ETTR, effective training time ratio; goodput). For a run with many
-    restarts, ``aiockpt report`` reads the trace.
+    optimizer waits and of loads; *thrown* time is what a rewind took back, from the save of the step that it went back to.
+    The rest is trained (ETTR, effective training time ratio; goodput). For a run with many restarts, ``aiockpt report``
+    reads the trace.
     """
 
     def __init__(self) -> None:
         self._opened: Opened | None = None
-        self._held_s = self._lost_s = 0.0
+        self._held_s = self._lost_s = self._thrown_s = 0.0
+        self._saves: deque[tuple[int, float]] = deque(maxlen=REMEMBERED_SAVES)
+        """Step, and the seconds that were trained when its save began."""
         self._resumed = False
         self._durable_from_ns: int | None = None
 
@@ -71,8 +75,13 @@ class RunTime:
         match event:
             case Opened():
                 self._opened, self._durable_from_ns = event, event.at_ns
-                self._held_s = self._lost_s = 0.0
+                self._held_s = self._lost_s = self._thrown_s = 0.0
+                self._saves.clear()
                 self._resumed = False
+            case SaveStarted():
+                self._saves.append((event.step, self._trained_s(event.at_ns - round(event.seconds * 1e9))))
+            case Rewound():
+                self._go_back(event)
             case SnapshotTaken():
                 self._held_s += event.pause_s
             case BarrierWaited():
@@ -91,6 +100,19 @@ class RunTime:
             self._lost_s = max((self._opened.time_ns - event.saved_ns) / 1e9, 0.0)
         self._resumed = True
 
+    def _go_back(self, event: Rewound) -> None:
+        """Have trained as much as when the save of the step began that the run went back to."""
+        trained_s = 0.0
+        while self._saves and self._saves[-1][0] >= event.step:
+            step, trained_s = self._saves.pop()
+            trained_s = trained_s if step == event.step else 0.0
+        self._saves.append((event.step, trained_s))
+        self._thrown_s += self._trained_s(event.at_ns) - trained_s
+
+    def _trained_s(self, now_ns: int) -> float:
+        here_s = 0.0 if self._opened is None else (now_ns - self._opened.at_ns) / 1e9
+        return max(here_s - self._held_s - self._thrown_s, 0.0)
+
     def wall_s(self, at_ns: int) -> float:
         """Return the wall clock, in seconds since 1970, at a time of the monotonic one."""
         return 0.0 if self._opened is None else (self._opened.time_ns + at_ns - self._opened.at_ns) / 1e9
@@ -98,7 +120,7 @@ class RunTime:
     def effective(self, now_ns: int) -> float:
         """Return the trained fraction of the time, from 0 to 1."""
         here_s = 0.0 if self._opened is None else (now_ns - self._opened.at_ns) / 1e9
-        return max(here_s - self._held_s, 0.0) / (here_s + self._lost_s) if here_s > 0 else 1.0
+        return self._trained_s(now_ns) / (here_s + self._lost_s) if here_s > 0 else 1.0
 
     def lost_s(self, _: int) -> float:
         """Return the seconds from the save of the loaded step to this start."""
@@ -111,6 +133,8 @@ class RunTime:
 
 logger = logging.getLogger("aiockpt")
 
+REMEMBERED_SAVES = 1024
+"""Whose begin is known, for a rewind."""
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Upper ends of the buckets of times."""
 
@@ -202,6 +226,7 @@ class Metrics:
         for name, of_time in _OF_TIME.items():
             self._metrics[name].set_function(partial(self._now, of_time))
         self._handlers = self._table()
+        to.register(_OfLaunch())
 
     def read_statistics(self, statistics: Callable[[], Statistics]) -> None:
         """Read *statistics* whenever the registry is collected, as long as the checkpointer exists."""
@@ -310,6 +335,30 @@ def _age_s(queue: Mapping[int, int]) -> float:
     """Return how long the oldest in *queue* has waited; 0 where nothing waits. Any thread."""
     # list() copies without giving the interpreter away: the loop thread changes the queue meanwhile.
     return max(((time.monotonic_ns() - since_ns) / 1e9 for since_ns in list(queue.values())), default=0.0)
+
+
+class _OfLaunch:
+    """A collector of what the launcher of this process tells (`aiockpt.launch`): of nothing, where there is none."""
+
+    def collect(self) -> Iterator[Any]:
+        """Yield its metrics, for ``prometheus_client``."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        figures = read_figures()
+        if figures is None:
+            return
+        restarts = GaugeMetricFamily("aiockpt_launch_restarts", "By what came before them.", labels=["reason"])
+        for reason, count in figures.restarts.items():
+            restarts.add_metric([reason], count)
+        took = GaugeMetricFamily("aiockpt_launch_seconds", "Of the phases of the last restart.", labels=["phase"])
+        for phase in ("notice", "decide", "restart", "first_step"):
+            took.add_metric([phase], getattr(figures, f"{phase}_s"))
+        yield from (restarts, took)
+        yield GaugeMetricFamily("aiockpt_launch_lost_steps", "That restarts have repeated.", figures.lost_steps)
+        yield GaugeMetricFamily("aiockpt_launch_lost_seconds", "Of work, in all restarts.", figures.lost_s)
+        yield GaugeMetricFamily(
+            "aiockpt_launch_effective_ratio", "Of the time since the launch: trained.", figures.ettr
+        )
 
 
 class Scalars:

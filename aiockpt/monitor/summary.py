@@ -10,7 +10,7 @@ from statistics import median
 
 import msgspec
 
-from aiockpt.events import Loaded, Promoted, PromotionFailed, SaveFailed, SnapshotTaken, StorageRetried
+from aiockpt.events import Loaded, Promoted, PromotionFailed, Rewound, SaveFailed, SnapshotTaken, StorageRetried
 from aiockpt.monitor.run_log import ProcessLog, RunLog, leading_logs
 from aiockpt.monitor.spans import WHOLE, TimeSpan
 from aiockpt.monitor.stragglers import Straggler, stage_times, stragglers
@@ -76,7 +76,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         committed, failed: saves.
         pauses_s: how long calls of save held their caller, over all ranks: median and most.
         durable_s: from the call to the commit, median and most.
-        effective: productive time over all time (ETTR): not lost, down, loading, or held by a save or for an optimizer.
+        effective: productive time over all time (ETTR): not lost, taken back by a rewind, down, loading, or held by a save
+            or for an optimizer.
         retries: repeated calls to storage.
         forked_from: the state of another place that the run began from, in words.
     """
@@ -110,6 +111,7 @@ def summarize(run: RunLog, found: Sequence[TimeSpan]) -> Summary:
     restarts, repeated = _restarts(leading_logs(run), committed)
     wasted_s = _covered_s(
         repeated
+        + _taken_back(run, lowest, committed)
         + [(span.begin_s, span.begin_s + span.seconds) for span in found if span.rank == lowest and _holds(span)]
     )
     return Summary(
@@ -130,6 +132,20 @@ def summarize(run: RunLog, found: Sequence[TimeSpan]) -> Summary:
         failures=_failures(run),
         forked_from=next((event.forked_from for _, event in run.events_of(Loaded) if event.forked_from), ""),
     )
+
+
+def _taken_back(run: RunLog, rank: int, committed: list[TimeSpan]) -> list[tuple[float, float]]:
+    """Return for each rewind the time from the save of the step that it went back to, to its end."""
+    ends = [
+        (log, log.wall_s(event.at_ns), event.step) for log, event in run.events_of(Rewound) if log.opened.rank == rank
+    ]
+    return [(_saved_s(committed, step, end_s, log), end_s) for log, end_s, step in ends]
+
+
+def _saved_s(committed: list[TimeSpan], step: int | None, before_s: float, log: ProcessLog) -> float:
+    """Return when *step* was last saved before a time; of a step of which there is no save, the begin of *log*."""
+    saved_s = (span.begin_s for span in reversed(committed) if span.step == step and span.begin_s < before_s)
+    return next(saved_s, log.wall_s(log.opened.at_ns))
 
 
 def _covered_s(intervals: list[tuple[float, float]]) -> float:
@@ -206,8 +222,7 @@ def _restarts(
         at_s, last_s = after[0].wall_s(opened.at_ns), max(log.last_s for log in before)
         loads = (event.step for log in after for event in log.events if isinstance(event, Loaded))
         loaded = next((step for step in loads if step >= 0), None)  # a foreign checkpoint has none
-        saved_s = [span.begin_s for span in committed if span.step == loaded and span.begin_s < at_s]
-        since_s = saved_s[-1] if saved_s else before[0].wall_s(before[0].opened.at_ns)
+        since_s = _saved_s(committed, loaded, at_s, before[0])
         restarts.append(
             Restart(
                 at_s=at_s,

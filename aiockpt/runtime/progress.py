@@ -5,9 +5,10 @@ Guarantees:
 - Without the launcher (`FOLDER` is not set) nothing is written, opened or registered.
 - A mark costs half a microsecond: no system call, no lock. The record outlives the process.
 - A reader sees a record that was whole at some moment. Times are those of the host's monotonic clock, one for all processes.
-- On the signal `STACKS` the process writes the stacks of its threads to a file, whatever it is doing, also where C holds the
-  interpreter. On an exception that ends the program, its type and place are written. What a program has installed there
-  stays in force.
+- On the signal `STACKS` the training thread writes its stack to a file, whatever it is doing, also where C holds the
+  interpreter. Only its own: to read that of a thread that runs meanwhile is a segmentation fault, sooner or later (after
+  some 500 looks at two busy threads, CPython 3.11). On an exception that ends the program, its type and place are written.
+  What a program has installed there stays in force.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +31,7 @@ from typing import Any
 import msgspec
 
 from aiockpt.events import Committed, Event, NotFiniteFound, Opened, StageEnded, StragglerFound
+from aiockpt.format.document import described
 
 FOLDER = "AIOCKPT_LAUNCH_FOLDER"
 """The environment variable in which the launcher names the folder of this attempt."""
@@ -36,9 +39,12 @@ STACKS = signal.SIGRTMIN + 7 if sys.platform == "linux" else 0
 """Nobody else's: frameworks and schedulers use SIGUSR1, SIGUSR2 and SIGTERM."""
 STAGES = ("train", "save", "load", "closed")
 # Each has its number at both ends: the training thread writes the one, the loop thread the other.
-_TRAIN = struct.Struct("<QQQqQQddQ")
+_TRAIN = struct.Struct("<QQQqQQdddQ")
 _BESIDE = struct.Struct("<QQd48sQ")
 _BESIDE_AT, _SIZE = 128, 4096
+REMEMBERED_STEPS = 4096
+"""Whose times are known, for a rewind."""
+FIGURES = "figures.json"
 _TRIES = 100
 """Reads of a record that is being written, at most: a write takes less than a microsecond."""
 
@@ -48,12 +54,13 @@ class ProgressRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pid: of the process.
-        thread: the identity of its training thread, as `faulthandler` prints it.
+        thread: the id of its training thread: that of the system, to which a signal can be sent.
         step: the last one, at first that which was loaded; -1 before the first.
         steps: how many steps this process has told of; each number counts when it changes.
         stage: of `STAGES`: what the training thread does.
         step_s: when the last step came.
         mark_s: when the training thread told anything.
+        thrown_s: seconds of this process whose steps a rewind has taken back, with what it took itself.
         commits: how many saves have ended well, in this process.
         beside: what the engine did last in the background, at *beside_s*.
     """
@@ -65,9 +72,50 @@ class ProgressRecord(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = "train"
     step_s: float = 0.0
     mark_s: float = 0.0
+    thrown_s: float = 0.0
     commits: int = 0
     beside_s: float = 0.0
     beside: str = ""
+
+
+class LaunchFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher tells its trainers of all starts on this node.
+
+    Attributes:
+        restarts: by what ended the attempt before.
+        notice_s, decide_s: of the last restart, from the last progress to the notice and to the end of the processes.
+        restart_s, first_step_s: from there to the new processes, and to the end of their first step.
+        lost_steps, lost_s: what all restarts together have repeated.
+        ettr: the time of steps that count ÷ all time.
+    """
+
+    restarts: dict[str, int]
+    notice_s: float = 0.0
+    decide_s: float = 0.0
+    restart_s: float = 0.0
+    first_step_s: float = 0.0
+    lost_steps: int = 0
+    lost_s: float = 0.0
+    ettr: float = 0.0
+
+
+def write_figures(folder: Path, figures: LaunchFigures) -> None:
+    """Tell the trainers, whose attempts have their folders in *folder*.
+
+    Raises:
+        OSError: it cannot be written to.
+    """
+    temporary = folder / f"{FIGURES}.tmp"
+    temporary.write_bytes(msgspec.json.encode(figures))
+    temporary.replace(folder / FIGURES)
+
+
+def read_figures() -> LaunchFigures | None:
+    """Return what the launcher of this process tells; None without one, or before it tells anything."""
+    if FOLDER in os.environ:
+        with suppress(OSError, msgspec.DecodeError):
+            return _figures.decode((Path(os.environ[FOLDER]).parent / FIGURES).read_bytes())
+    return None
 
 
 class ProgressWriter:
@@ -81,7 +129,8 @@ class ProgressWriter:
     def __init__(self, folder: Path | None, rank: int = 0) -> None:
         self._memory: mmap.mmap | None = None
         self._number = self._steps = self._commits = self._events = 0
-        self._step, self._step_s = -1, 0.0
+        self._step, self._step_s, self._thrown_s = -1, 0.0, 0.0
+        self._reached: deque[tuple[int, float]] = deque(maxlen=REMEMBERED_STEPS)
         if folder is None:
             return
         self._path, self._pid = rank_path(folder, rank), os.getpid()
@@ -92,7 +141,8 @@ class ProgressWriter:
         stacks = os.open(self._path.with_suffix(".stacks"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         before = signal.getsignal(STACKS)
         # Chained only where there is something to go on with: the default of such a signal ends the process.
-        faulthandler.register(STACKS, stacks, chain=before not in (signal.SIG_DFL, signal.SIG_IGN))
+        chain = before not in (signal.SIG_DFL, signal.SIG_IGN)
+        faulthandler.register(STACKS, stacks, all_threads=False, chain=chain)
         self._hook, sys.excepthook = sys.excepthook, self._note_crash
 
     @property
@@ -108,14 +158,26 @@ class ProgressWriter:
         if step >= 0 and step != self._step:
             self._step, self._step_s = step, now_s
             self._steps += 1
+            self._reached.append((step, now_s))
         self._number = number = self._number + 1
-        what = self._pid, threading.get_ident(), self._step, self._steps, STAGES.index(stage), self._step_s, now_s
+        where = self._pid, threading.get_native_id(), self._step, self._steps, STAGES.index(stage)
+        what = *where, self._step_s, now_s, self._thrown_s
         _TRAIN.pack_into(self._memory, 0, number, *what, number)
 
     def resume(self, step: int) -> None:
         """Tell that training begins behind *step*, which was loaded; -1 for the beginning."""
         self._step = step
+        if self._memory is not None:
+            self._reached.append((step, time.monotonic()))
         self.mark("train")
+
+    def rewind(self, step: int) -> None:
+        """Tell that training goes on behind *step* again: what came after it was in vain."""
+        since_s = self._step_s = time.monotonic()
+        while self._reached and self._reached[-1][0] >= step:
+            since_s = self._reached.pop()[1]
+        self._thrown_s += self._step_s - since_s
+        self.resume(step)
 
     def on_event(self, event: Event) -> None:
         """Tell what the engine has done; of what people should know, a line for the launcher."""
@@ -187,7 +249,7 @@ class ProgressReader:
         train, beside = self._read(_TRAIN, 0), self._read(_BESIDE, _BESIDE_AT)
         if train is None or beside is None or not train[0]:
             return None
-        _, pid, thread, step, steps, stage, step_s, mark_s, _ = train
+        _, pid, thread, step, steps, stage, step_s, mark_s, thrown_s, _ = train
         _, commits, beside_s, text, _ = beside
         return ProgressRecord(
             pid=pid,
@@ -197,6 +259,7 @@ class ProgressReader:
             stage=STAGES[stage],
             step_s=step_s,
             mark_s=mark_s,
+            thrown_s=thrown_s,
             commits=commits,
             beside_s=beside_s,
             beside=text.rstrip(b"\0").decode(errors="replace"),
@@ -216,3 +279,6 @@ class ProgressReader:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+
+
+_figures = msgspec.json.Decoder(described(LaunchFigures))

@@ -892,6 +892,7 @@ class Checkpointer:
         back = await self._rewinder.set_back(request, load, self._start_save, wait)
         if back is not None:
             self._last_step.drop()
+            self._progress.rewind(back - 1)
         return back
 
     def _request(self, step: int, state: State, metrics: Metrics | None, only: Any, exclude: Any) -> SaveRequest:

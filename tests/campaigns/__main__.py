@@ -21,6 +21,7 @@ from tests.campaigns import (
     epoch_ends,
     even_ranks,
     failing_calls,
+    faults,
     histories,
     hostile_manifests,
     late_training,
@@ -55,6 +56,7 @@ CAMPAIGNS = {
         epoch_ends.CAMPAIGN,
         stragglers.CAMPAIGN,
         stragglers.QUIET,
+        faults.CAMPAIGN,
         stalls.CAMPAIGN,
         stalls.HEALTHY,
         bit_flips.CAMPAIGN,
@@ -78,8 +80,8 @@ CAMPAIGNS = {
 }
 CASE_DEADLINE_S = 120.0
 """A case that takes longer hangs, and that is a finding."""
-OWN_DEADLINES = (decoders.GUIDED, mutants.CAMPAIGN, stalls.CAMPAIGN)
-"""These watch what they run by themselves: libFuzzer each input, the mutants each test, the stalls each launcher."""
+OWN_DEADLINES = (decoders.GUIDED, mutants.CAMPAIGN, faults.CAMPAIGN, stalls.CAMPAIGN)
+"""These watch what they run by themselves: libFuzzer each input, the mutants each test, faults and stalls each launcher."""
 TOLD_EVERY_S = 5.0
 
 

@@ -11,6 +11,7 @@ from aiockpt.launch.history import (
     Timeline,
     close_attempt,
     effective,
+    figures_of,
     read_launches,
     write_launch,
 )
@@ -57,6 +58,30 @@ def test_the_first_step_is_that_which_was_trained_first_not_that_which_was_seen_
     timeline = Timeline()
     assert timeline.add([ProgressRecord(pid=1, thread=1, step=25, steps=2, step_s=3.0)])
     assert (timeline.first_step, timeline.last) == (24, (25, 3.0))
+
+
+def test_what_a_rewind_takes_back_does_not_count() -> None:
+    """Ten steps of two seconds; the run goes back behind step 6 at 123, which was done at 114, and trains three more."""
+    timeline = trained(10)
+    for step, steps, at_s in ((6, 10, 123.0), (7, 11, 125.0), (8, 12, 127.0), (9, 13, 129.0)):
+        timeline.add([ProgressRecord(pid=1, thread=1, step=step, steps=steps, step_s=at_s, thrown_s=9.0)])
+    assert timeline.counted() == (20.0, 0.0)
+    assert timeline.counted(before=8) == (16.0, 4.0)
+    assert timeline.last[0] == 9
+
+
+def test_the_trainers_are_told_the_figures() -> None:
+    killed = TrainerFailure(kind="signal SIGKILL", rank=0, told=True)
+    usual = {"began_s": 0.0, "world_size": 1}
+    attempts = [
+        NodeAttempt(number=0, failure=killed, lost_steps=1, lost_s=2.0, restart_s=9.0, **usual),  # type: ignore[arg-type]
+        NodeAttempt(number=1, lost_steps=3, lost_s=4.0, restart_s=5.0, **usual),  # type: ignore[arg-type]
+        NodeAttempt(number=2, first_step_s=6.0, **usual),  # type: ignore[arg-type]
+    ]
+    launch = NodeRun(run_id="r", host="h", pid=1, began_s=0.0, attempts=attempts, ettr=0.5)
+    told = figures_of(launch)
+    assert told.restarts == {"signal SIGKILL": 1, "another node": 1}
+    assert (told.lost_steps, told.lost_s, told.restart_s, told.first_step_s, told.ettr) == (4, 6.0, 5.0, 6.0, 0.5)
 
 
 def test_a_long_run_keeps_few_points() -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import aiockpt
+from aiockpt.runtime.progress import read_figures
 
 FOREVER_S = 10_000
 HERE = Path(os.environ.get("HERE", "."))
@@ -139,6 +140,7 @@ def main() -> None:
                 if save is not None and os.environ.get("WAIT"):
                     save.result()
                 log.write(f"step {step} {time.monotonic()}\n")
+    (HERE / f"figures-{rank}").write_text(repr(read_figures()))
     dist.destroy_process_group()
 
 

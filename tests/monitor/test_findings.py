@@ -20,6 +20,7 @@ from aiockpt.events import (
     NotFiniteFound,
     Promoted,
     PromotionFailed,
+    Rewound,
     SaveStarted,
     StepDamaged,
     StepRepaired,
@@ -296,6 +297,23 @@ def test_what_a_second_checkpointer_of_the_process_told_last_is_the_last_sign_of
     assert restart.lost_s == pytest.approx(2)
     assert not restart.after_close
     assert summary.effective == pytest.approx(1 - (60 + 2 + 3 + 7) / 3700)
+
+
+def test_what_a_rewind_takes_back_is_not_trained(tmp_path: Path) -> None:
+    """Of 100 s: from the save of step 5, called at 10, to the rewind at 40; again from its new save to 60."""
+    how: dict[str, Any] = {"step": 5, "bad_step": 7, "reason": "", "bad_rank": 0, "skipped": 1, "seconds": 1.0}
+    saved: dict[str, Any] = {"step": 5, "bytes": 1, "seconds": 2.0, "generation": 1}
+    append_events(
+        tmp_path / "t.jsonl",
+        opened(BEGUN_S, 7),
+        Committed(at_ns=int((BEGUN_S + 12) * 1e9), **saved),
+        Rewound(at_ns=int((BEGUN_S + 40) * 1e9), **how),
+        Committed(at_ns=int((BEGUN_S + 43) * 1e9), **saved),
+        Rewound(at_ns=int((BEGUN_S + 60) * 1e9), **how),
+        Alive(at_ns=int((BEGUN_S + 100) * 1e9)),
+    )
+    run = read_run(tmp_path)
+    assert summarize(run, spans(run)).effective == pytest.approx(1 - (30 + 19) / 100)
 
 
 def run_of_starts(folder: Path, count: int, *, foreign: bool = False) -> RunLog:

@@ -18,6 +18,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.events import PublicationFailed, VersionPublished
 from aiockpt.monitor import Metrics, Scalars
 from aiockpt.monitor.metrics import RunTime
+from aiockpt.runtime.progress import FOLDER, LaunchFigures, write_figures
 from aiockpt.runtime.world import OsFiles, World
 from tests.watch import Watch
 
@@ -222,6 +223,21 @@ def test_time_that_training_was_held_is_not_trained() -> None:
     assert time_of.wall_s(20 * 10**9) == pytest.approx(120)
 
 
+def test_time_that_a_rewind_took_back_is_not_trained() -> None:
+    time_of = RunTime()
+    time_of.receive(events.Opened(at_ns=0, time_ns=0, pid=1, host="h", rank=0, world_size=1, urls=()))
+    usual: dict[str, Any] = {"bad_step": 9, "reason": "", "bad_rank": 0, "skipped": 1, "seconds": 1.0}
+    for step, at_s in ((5, 50), (6, 60), (7, 70)):
+        time_of.receive(events.SaveStarted(at_ns=at_s * 10**9, step=step, bytes=1, tensor_count=1, seconds=1.0))
+        time_of.receive(events.SnapshotTaken(at_ns=at_s * 10**9, step=step, bytes=1, pause_s=1.0, copy_s=1.0))
+    time_of.receive(events.Rewound(at_ns=80 * 10**9, step=6, **usual))  # saved at 59
+    assert time_of.effective(80 * 10**9) == pytest.approx((59 - 1) / 80)
+    time_of.receive(events.Rewound(at_ns=90 * 10**9, step=6, **usual))  # since the one before
+    assert time_of.effective(90 * 10**9) == pytest.approx((59 - 1) / 90)
+    time_of.receive(events.Rewound(at_ns=95 * 10**9, step=1, **usual))  # saved by another process: all of it
+    assert time_of.effective(100 * 10**9) == pytest.approx(0.05)
+
+
 def test_saves_that_are_skipped_are_in_flight_no_more_whether_they_had_begun_or_not(
     registry: Any, read: Read, tmp_path: Path
 ) -> None:
@@ -234,6 +250,21 @@ def test_saves_that_are_skipped_are_in_flight_no_more_whether_they_had_begun_or_
     metrics.on_event(events.SaveStarted(at_ns=0, step=1, bytes=1, tensor_count=1))
     metrics.on_event(events.SaveSkipped(at_ns=0, step=2, reason="two run"))  # never begun
     assert second.get_sample_value("aiockpt_saves_in_flight") == 1
+
+
+def test_what_the_launcher_tells_is_counted(
+    registry: Any, read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "attempt-1"))
+    Metrics(registry)
+    assert read("aiockpt_launch_effective_ratio") is None, "it has told nothing yet"
+    took = {"notice_s": 1.0, "decide_s": 2.0, "restart_s": 3.0, "first_step_s": 4.0}
+    restarts = {"hang": 2, "signal SIGKILL": 1}
+    write_figures(tmp_path, LaunchFigures(restarts=restarts, lost_steps=5, lost_s=6.0, ettr=0.7, **took))
+    assert [read("aiockpt_launch_restarts", {"reason": why}) for why in restarts] == [2, 1]
+    phases = ("notice", "decide", "restart", "first_step")
+    assert [read("aiockpt_launch_seconds", {"phase": phase}) for phase in phases] == [1, 2, 3, 4]
+    assert [read(f"aiockpt_launch_{name}") for name in ("lost_steps", "lost_seconds", "effective_ratio")] == [5, 6, 0.7]
 
 
 def test_a_failed_save_is_counted_and_in_flight_no_more(registry: Any, read: Read, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ some ranks; some of its starts are killed. `Plan.expected` says which batches ar
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -62,6 +63,7 @@ class Plan(msgspec.Struct, frozen=True):
     source: Literal["sampler", "stream"] = "sampler"
     workers: int = 0
     every: int = 1
+    epochs: int = EPOCHS
     bad: dict[int, Bad] = {}
     kills: tuple[Kill, ...] = ()
 
@@ -84,20 +86,19 @@ class Plan(msgspec.Struct, frozen=True):
             world_size,
             dice.choice(("bad", "all", None)),
             dice.choice(("sampler", "stream")),
-            0,
-            every,
+            every=every,
             # A loss is a spike among the losses of the same start alone.
-            {
+            bad={
                 place: Bad(ranks(), dice.choice([sign for sign in signs if sign != "spike" or not kills]))
                 for place in places
             },
-            tuple(kills),
+            kills=tuple(kills),
         )
 
     @property
     def total(self) -> int:
         """Batches of a rank in all epochs."""
-        return EPOCHS * SAMPLES // (BATCH * self.world_size)
+        return self.epochs * math.ceil(SAMPLES / (BATCH * self.world_size))
 
     def loader(self, rank: int) -> aiockpt.Loader[Any]:
         """Return the loader of one rank."""
@@ -114,7 +115,7 @@ class Plan(msgspec.Struct, frozen=True):
     def batches(self, rank: int) -> list[list[int]]:
         """Return all batches of one rank, in order, as they come without a checkpoint."""
         loader, found = self.loader(rank), []
-        while loader.epoch < EPOCHS:
+        while loader.epoch < self.epochs:
             found += [batch.tolist() for batch in loader]
         return found
 
@@ -297,7 +298,7 @@ class Job:
         kill: Kill | None,
     ) -> None:
         step = ckpt.resume(state)
-        while loader.epoch < EPOCHS:
+        while loader.epoch < self.plan.epochs:
             for batch in loader:
                 barrier.wait(WAIT_S)
                 trainee.train(batch)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import aiockpt
 from tests.peers.cluster import Cluster
@@ -38,6 +39,29 @@ def test_so_it_is_over_the_memory_of_the_hosts(tmp_path: Path, seed: int) -> Non
 
     job = Job(plan, start)
     job.run()
+    job.check()
+
+
+@pytest.mark.parametrize("snapshot", ["lazy", "device"])
+def test_so_it_is_with_snapshots_that_are_copied_later(tmp_path: Path, snapshot: str) -> None:
+    bad = {4: Bad((1,), "nan"), 9: Bad((0,), "spike"), 10: Bad((0, 1), "nan")}
+    job = Job(Plan(2, "bad", bad=bad), lambda **options: Crew(2, tmp_path, snapshot=snapshot, **options))
+    job.run()
+    job.check()
+    assert len(job.rewinds) == 3
+
+
+@pytest.mark.parametrize("calls", [8, 9, 10])
+def test_a_start_on_the_hosts_memory_that_ends_between_the_alarm_and_the_way_back_is_gone_on_with(
+    tmp_path: Path, calls: int
+) -> None:
+    """The ninth call of rank 1 is bad: the ranks are killed before it, in the moment after its alarm, or a call later."""
+    cluster = Cluster(tmp_path)
+    disk = aiockpt.Tier(tmp_path / "disk", every=4)
+    plan = Plan(2, "bad", bad={8: Bad((1,), "nan")}, kills=(Kill(calls=calls), Kill(calls=1)))
+    job = Job(plan, lambda **options: cluster.start("ab", keep=4, more=[disk], **options))
+    job.run()
+    assert job.killed == 2
     job.check()
 
 
@@ -144,40 +168,60 @@ def end(rewound):
 rewind = aiockpt.Rewind(on_rewind=end)
 deadlines = aiockpt.Deadlines(ranks_s=100, commit_s=100, takeover_s=20, close_s=100)
 small = aiockpt.Limits(io=small.io, deadlines=deadlines)
-with aiockpt.Checkpointer(root, every=2, limits=small, rewind=rewind, on_preempt="save") as ckpt:
+with aiockpt.Checkpointer(root, every=2, limits=small, rewind=rewind, on_preempt="save", worker=WORKER) as ckpt:
     step = ckpt.resume(state)
     for batch in loader:
         is_bad = BAD in batch.tolist()
         gradient = batch.float().sum() + (math.nan if is_bad else 0.0)
         torch.distributed.all_reduce(gradient)
         state["weight"] += gradient
-        step = ckpt.advance(step, state, metrics={"loss": math.nan if is_bad else 1.0})
-        if step == STOP_AT:
+        if is_bad and TOLD or step == STOP_AT:
             os.kill(os.getpid(), signal.SIGTERM)
+        step = ckpt.advance(step, state, metrics={"loss": math.nan if is_bad else 1.0})
 with open(f"{root}-{rank}", "w") as out:
     out.write(f"{step} {state['weight'].unique().tolist()} {loader.skipped_count}")
 """
 
 
-def together(folder: Path, *, bad: int, killed: int = -1, stop_at: int = -1) -> list[Program]:
-    words = {"BAD": bad, "KILLED": killed, "STOP_AT": stop_at}
+def together(
+    folder: Path, *, bad: int, killed: int = -1, stop_at: int = -1, told: bool = False, worker: str = "thread"
+) -> list[Program]:
+    words = {"BAD": bad, "KILLED": killed, "STOP_AT": stop_at, "TOLD": told, "WORKER": repr(worker)}
     script = TRAIN_TOGETHER
-    for word, number in words.items():
-        script = script.replace(word, str(number))
+    for word, value in words.items():
+        script = script.replace(word, str(value))
     return start_ranks(folder, script, 2)
 
 
-def test_processes_go_back_from_a_nan_of_one_and_after_a_kill_in_the_rewind(tmp_path: Path) -> None:
-    batches = [list(aiockpt.ShardedSampler(120, 2, rank=rank, size=2, seed=5)) for rank in range(2)]
-    bad = batches[1][12][0]
-    first = together(tmp_path, bad=bad, killed=0)  # with rank 0 dies the store
+BATCHES = [list(aiockpt.ShardedSampler(120, 2, rank=rank, size=2, seed=5)) for rank in range(2)]
+BAD = BATCHES[1][12][0]
+
+
+def check_end(folder: Path, done: list[Program]) -> None:
+    """Compare what ranks hold that have ended with all batches but the bad one."""
+    assert [program.end() for program in done] == [0, 0], done[0].log
+    expected = sum(sum(batch) for of_rank in BATCHES for number, batch in enumerate(of_rank) if number != 12)
+    for rank in range(2):
+        assert (folder / f"run-{rank}").read_text() == f"29 [{float(expected)}] 1"
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_processes_go_back_from_a_nan_of_one_and_after_a_kill_in_the_rewind(tmp_path: Path, worker: str) -> None:
+    first = together(tmp_path, bad=BAD, killed=0, worker=worker)  # with rank 0 dies the store
     assert first[0].end() == -signal.SIGKILL, first[0].log
     first[1].process.kill()
     first[1].end()
-    stopped = together(tmp_path, bad=bad, stop_at=20)
+    stopped = together(tmp_path, bad=BAD, stop_at=20, worker=worker)
     assert [program.end() for program in stopped] == [75, 75], stopped[0].log
-    done = together(tmp_path, bad=bad)
-    assert [program.end() for program in done] == [0, 0], done[0].log
-    expected = sum(sum(batch) for of_rank in batches for number, batch in enumerate(of_rank) if number != 12)
-    for rank in range(2):
-        assert (tmp_path / f"run-{rank}").read_text() == f"29 [{float(expected)}] 1"
+    check_end(tmp_path, together(tmp_path, bad=BAD, worker=worker))
+
+
+def test_a_run_that_is_told_to_end_in_the_call_of_its_bad_step_saves_none_that_is_bad(tmp_path: Path) -> None:
+    stopped = together(tmp_path, bad=BAD, told=True)
+    ends = [program.end() for program in stopped]
+    assert set(ends) <= {75, 76}, stopped[0].log + stopped[1].log
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        saved: dict[str, Any] = {"weight": torch.zeros(50)}
+        ckpt.load(saved).result()
+        assert saved["weight"].isfinite().all()
+    check_end(tmp_path, together(tmp_path, bad=BAD))

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from aiockpt import Checkpointer
+from aiockpt import Checkpointer, Rewind
 from aiockpt.events import Committed, NotFiniteFound
 from aiockpt.launch.trainers import Trainers, find_place
 from aiockpt.runtime import progress
@@ -33,6 +34,26 @@ marks.mark("train", 3)
 def wait_here():
     threading.Event().wait()
 wait_here()
+"""
+
+BUSY = """
+import asyncio, json, threading, time
+from aiockpt.runtime.progress import find_progress
+def call(depth):
+    return call(depth - 1) if depth else json.loads(json.dumps({"a": [1, 2]}))
+async def acall(depth):
+    await (acall(depth - 1) if depth else asyncio.sleep(0))
+async def work():
+    while True:
+        call(30)
+        await acall(10)
+def train():
+    find_progress().mark("train", 1)
+    while True:
+        time.sleep(0.01)
+for _ in range(2):
+    threading.Thread(target=asyncio.run, args=(work(),), daemon=True).start()
+threading.Thread(target=train).start()
 """
 
 
@@ -58,8 +79,36 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert record is not None
     assert (record.step, record.steps, record.stage, record.commits) == (5, 1, "train", 1)
     assert record.beside == "commit of step 5"
-    assert record.thread == threading.get_ident()
+    assert record.thread == threading.get_native_id()
     assert record.mark_s >= record.step_s > 0
+    reader.close()
+
+
+@pytest.mark.usefixtures("hook")
+def test_what_a_rewind_takes_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks, reader = ProgressWriter(tmp_path, 0), ProgressReader(rank_path(tmp_path, 0))
+    monkeypatch.setattr(progress, "_progress", marks)
+    state = {"x": torch.zeros(3)}
+    with Checkpointer(tmp_path / "run", every=1, rewind=Rewind()) as ckpt:
+        step, thrown_s, bad_s = ckpt.resume(state), 0.0, 0.0
+        while step < 5:
+            is_bad = step == 3 and not bad_s
+            if is_bad:
+                began_s = time.monotonic()
+                time.sleep(0.05)
+            step = ckpt.advance(step, state, metrics={"loss": float("nan") if is_bad else 1.0})
+            if is_bad:
+                bad_s = time.monotonic() - began_s
+                record = reader.read()
+                assert record is not None
+                assert record.step == 2
+                thrown_s = record.thrown_s
+    assert 0.05 <= thrown_s <= bad_s + 1.0
+    assert step == 5
+    marks.rewind(3)  # to the last step but one: what came since then is in vain as well
+    record = reader.read()
+    assert record is not None
+    assert record.thrown_s > thrown_s
     reader.close()
 
 
@@ -113,18 +162,33 @@ def test_the_stacks_of_a_trainer_show_its_training_thread(tmp_path: Path) -> Non
             trainers.close()
 
 
-def test_the_last_dump_of_a_thread_counts() -> None:
-    text = """Thread 0x0000000000000007 (most recent call first):
-  File "/a/b.py", line 3 in old
+def test_a_look_at_a_busy_process_does_not_end_it(tmp_path: Path) -> None:
+    """With the stacks of all threads it ends in a segmentation fault, after some 500 looks."""
+    with subprocess.Popen([sys.executable, "-c", BUSY], env=_env(tmp_path)) as trainer:
+        trainers = Trainers(tmp_path, [0])
+        try:
+            until(trainers.read, "the record")
+            for _ in range(800):
+                trainers.request_stacks(trainers.read())
+                time.sleep(0.002)
+            time.sleep(0.2)
+            ((_, sample),) = trainers.sample(trainers.read()).items()
+            assert trainer.poll() is None
+            assert sample.place[0].startswith("train ("), sample.place
+        finally:
+            trainer.kill()
+            trainers.close()
 
-Current thread 0x0000000000000009 (most recent call first):
-  File "/a/c.py", line 1 in other
-Thread 0x0000000000000007 [name] (most recent call first):
+
+def test_the_last_stack_counts() -> None:
+    text = """Stack (most recent call first):
+  File "/a/b.py", line 3 in old
+Stack (most recent call first):
   File "/a/b.py", line 4 in wait
   File "/a/b.py", line 9 in <module>
 """
-    assert find_place(text, 7) == ("wait (/a/b.py:4)", "<module> (/a/b.py:9)")
-    assert find_place(text, 8) == ()
+    assert find_place(text) == ("wait (/a/b.py:4)", "<module> (/a/b.py:9)")
+    assert find_place("") == ()
 
 
 def _env(folder: Path) -> dict[str, str]:

@@ -91,10 +91,14 @@ class MetricWatch:
     Args:
         accelerator: returns the devices, where a metric is a tensor.
         rank: this one.
+
+    Attributes:
+        names: of the metrics that are looked at.
     """
 
     def __init__(self, policy: Rewind, accelerator: Callable[[], Accelerator], rank: int) -> None:
         self._policy, self._accelerator, self._rank = policy, accelerator, rank
+        self.names = policy.names
         self._window = None if policy.spike is None else LossWindow(policy.spike, policy.window)
         self._pending: deque[tuple[int, str, torch.Tensor, DeviceEvent]] = deque()
 
@@ -105,7 +109,7 @@ class MetricWatch:
             now: whether all metrics must be known, as those of a step that is saved.
         """
         alarm = self._judge_pending(wait=now) if self._pending else None
-        for name in self._policy.names:
+        for name in self.names:
             value = metrics.get(name)
             if value is None or alarm is not None:
                 continue

@@ -93,7 +93,7 @@ class Rewinder:
         self._asked: Alarm | None = None
         self._next: int | None = None
         self._step = -1
-        self._is_checked = self._has_missed = False
+        self._is_checked = self._is_named = False
         self._known: tuple[Mapping[str, Any], list[Loader[Any]]] | None = None
         self._positions: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=REMEMBERED_STEPS)
         self._bad_steps: list[int] = []
@@ -195,16 +195,21 @@ class Rewinder:
         if asked is not None:
             step = asked.step if 0 <= asked.step < request.step else request.step
             self._raise(msgspec.structs.replace(asked, step=step))
-        metrics = request.metrics if isinstance(request.metrics, Mapping) else {}
-        if not self._has_missed and metrics and not any(name in metrics for name in self.policy.names):
-            self._has_missed = True
-            logger.warning(
-                "Rewind looks at the metrics %s, and advance() has %s: name the loss, as in Rewind(loss='train_loss')",
-                *(", ".join(map(repr, self.policy.names)), ", ".join(map(repr, metrics))),
-            )
+        metrics = request.metrics if isinstance(request.metrics, dict) else {}  # else it is refused when it is saved
+        if not self._is_named and metrics:
+            self._is_named = True
+            self._check_names(metrics)
         alarm = self._watch.judge(request.step, metrics, now=due)
         if alarm is not None:
             self._raise(alarm)
+
+    def _check_names(self, metrics: Mapping[str, Any]) -> None:
+        """Warn, in the first call with metrics, where none of them is looked at."""
+        if not any(name in metrics for name in self._watch.names):
+            logger.warning(
+                "Rewind looks at the metrics %s, and advance() has %s: name the loss, as in Rewind(loss='train_loss')",
+                *(", ".join(map(repr, self._watch.names)), ", ".join(map(repr, metrics))),
+            )
 
     def _loaders_in(self, state: Mapping[str, Any]) -> list[Loader[Any]]:
         if self._known is None or self._known[0] is not state:

@@ -21,7 +21,7 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.peer import PeerBackend
 from aiockpt.errors import from_os_error
-from aiockpt.events import Event, Loaded, Opened, Promoted, PromotionFailed, Rewound
+from aiockpt.events import Committed, Event, Loaded, Opened, Promoted, PromotionFailed, Replicated, Rewound
 from aiockpt.monitor.heartbeat import Heartbeat
 from aiockpt.monitor.trace import TraceFile
 from aiockpt.storage.forwarding import BackendCall, Forwarding
@@ -32,7 +32,7 @@ from aiockpt.tools.examples.gpt import GPT, GPTSize
 SIZE = GPTSize(layers=2, width=32, heads=2, context=32, batch=2, dropout=0.0)
 RUN, EVENTS, FAULTS, DISK = "run", "events.jsonl", "faults", "disk"
 WRITES = ("create", "put", "put_new", "upload.write")
-RankEvent = StepDone | Opened | Loaded | Promoted | PromotionFailed | Rewound
+RankEvent = StepDone | Opened | Loaded | Committed | Replicated | Promoted | PromotionFailed | Rewound
 
 
 class RecoveryJob(msgspec.Struct, frozen=True):
