@@ -11,10 +11,10 @@ import torch
 
 from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.format.dtypes import itemsize
-from aiockpt.publish.downloads import DeltaFrames
 from aiockpt.publish.form import VersionIndex
 from aiockpt.publish.frames import FrameReader, load_zstd
 from aiockpt.publish.local_copy import LocalCopy
+from aiockpt.publish.mapped import MappedTensors
 
 
 class Patch(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class ReceivedVersion:
     """
 
     def __init__(
-        self, copy: LocalCopy, target: VersionIndex, changed: Sequence[str], frames: Sequence[DeltaFrames] | None
+        self, copy: LocalCopy, target: VersionIndex, changed: Sequence[str], frames: Sequence[MappedTensors] | None
     ) -> None:
         self.version: int = target.number
         self.step: int = target.notes.step
@@ -53,16 +53,16 @@ class ReceivedVersion:
         """Yield the elements that have changed, tensor by tensor; whole ones where it did not come as deltas."""
         zstd = load_zstd()
         for name in self._changed:
-            local = self._copy.tensors[name]
-            raw = torch.from_numpy(self._copy.view(name)).view(torch_dtype(local.entry.dtype))
+            local = self._copy.weights.tensors[name]
+            raw = torch.from_numpy(self._copy.weights.view(name)).view(torch_dtype(local.entry.dtype))
             if self._frames is None:
                 yield Patch(name, None, raw.clone())
                 continue
             size = local.end - local.start
             xor = np.zeros(size, np.uint8)
             for one in self._frames:
-                if name in one.frames:
-                    xor ^= FrameReader(zstd, one.frames[name], name).read(size)
+                if name in one.tensors:
+                    xor ^= FrameReader(zstd, one.view(name).data, name).read(size)
             differ = xor.reshape(-1, itemsize(local.entry.dtype)).any(axis=1)
             positions = torch.from_numpy(np.flatnonzero(differ))
             yield Patch(name, positions, raw[positions])

@@ -1,10 +1,13 @@
 """A folder that follows the versions: what is handed out, how it heals, and who may have it."""
 
 import json
+import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,10 +15,12 @@ import anyio
 import anyio.to_thread
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
+from aiockpt.convert.folder_layout import INDEX_NAME
 from aiockpt.errors import CorruptionError
 from aiockpt.publish import reception
 from aiockpt.publish.frames import FrameReader
@@ -27,11 +32,21 @@ from tests.watch import Lines, until
 
 
 def flip(folder: Path, at: int = -100) -> None:
-    """Change a byte of the folder's weights."""
+    """Change a byte of the folder's weights, in place."""
     (path,) = folder.glob("*.safetensors")
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_END)
+        (was,) = file.read(1)
+        file.seek(at, os.SEEK_END)
+        file.write(bytes([was ^ 1]))
+
+
+def damage_all(folder: Path) -> None:
+    """Change all bytes of the folder's weights; the headers stay."""
+    (path,) = folder.glob("*.safetensors")
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    path.write_bytes(data[:start] + bytes(byte ^ 255 for byte in data[start:]))
 
 
 @pytest.mark.parametrize("where", ["folder", "memory"])
@@ -132,7 +147,7 @@ def test_a_receiver_that_died_while_it_made_the_files_makes_them_again(
         raise OSError("killed here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalCopy, "_create_file", make_half)
+        patch.setattr(LocalCopy, "_make_file", make_half)
         with pytest.raises(aiockpt.StorageError, match="killed here"):
             received(tmp_path / "pub", tmp_path / "got")
     assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
@@ -213,10 +228,74 @@ def test_a_fresh_receiver_begins_at_the_fold_and_one_that_is_near_takes_the_chai
     for path in (tmp_path / "pub" / "weight_v000002").glob("*.safetensors"):
         path.unlink()
     assert received(tmp_path / "pub", tmp_path / "fresh") == [(5, 5)]
+    (tmp_path / "pub" / "weight_v000002" / INDEX_NAME).write_text("{")
+    assert received(tmp_path / "pub", tmp_path / "another") == [(5, 5)], "an index before the fold was read"
     for path in (tmp_path / "pub" / "full_v000004").glob("*.safetensors"):
         path.unlink()
-    with pytest.raises(aiockpt.StorageError):
+    with pytest.raises(aiockpt.CheckpointError):
         received(tmp_path / "pub", tmp_path / "got")
+
+
+def test_what_a_base_has_is_not_downloaded_whatever_its_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aiockpt")
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    (tmp_path / "base").mkdir()
+    weights = weights_of(0)
+    save_file(
+        {f"model.{name}": weights.pop(name) for name in ("embed.weight", "empty")}, tmp_path / "base/a.safetensors"
+    )
+    save_file({f"model.{name}": tensor for name, tensor in weights.items()}, tmp_path / "base/b.safetensors")
+    damage_all(tmp_path / "pub" / "weight_v000000")
+    assert received(tmp_path / "pub", tmp_path / "got", base=tmp_path / "base") == [(1, 1)]
+    assert "6 of 6 tensors are taken from the base" in caplog.text
+    publish(tmp_path / "run", tmp_path / "pub", *range(2, 6), full_every=4)
+    damage_all(tmp_path / "pub" / "full_v000004")
+    assert received(tmp_path / "pub", tmp_path / "later", base=tmp_path / "base") == [(5, 5)], (
+        "the deltas are fewer bytes"
+    )
+
+
+def test_a_base_with_some_of_the_tensors_spares_these(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1, 2, full_every=2)
+    (tmp_path / "base").mkdir()
+    save_file({"frozen.weight": weights_of(0)["frozen.weight"]}, tmp_path / "base/a.safetensors")
+    assert received(tmp_path / "pub", tmp_path / "got", base=tmp_path / "base") == [(2, 2)]
+
+
+@pytest.mark.parametrize("what", ["of another model", "absent", "damaged"])
+def test_a_base_that_is_of_no_use_is_told_once(tmp_path: Path, what: str) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    base = tmp_path / "base"
+    if what != "absent":
+        base.mkdir()
+        save_file({"frozen.weight": torch.ones(33, 5)}, base / "model.safetensors")
+    if what == "damaged":
+        (base / "model.safetensors").write_bytes(b"no header")
+    with Lines() as lines:
+        assert received(tmp_path / "pub", tmp_path / "got", base=base) == [(0, 0)]
+        publish(tmp_path / "run", tmp_path / "pub", 1)
+        assert received(tmp_path / "pub", tmp_path / "got", base=base) == [(1, 1)]
+    (said,) = [line for line in lines.said if "not loaded" not in line]
+    assert ("has no tensor of a version" if what == "of another model" else f"base {base} is not used") in said
+
+
+def test_a_base_that_changes_while_it_is_read_is_not_handed_out(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    shutil.copytree(tmp_path / "pub" / "weight_v000000", tmp_path / "base")
+    flip(tmp_path / "pub" / "weight_v000001", -10)
+    with Lines() as lines:
+        versions = iter(aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02, base=tmp_path / "base"))
+        seen: list[int] = []
+        looking = threading.Thread(target=lambda: seen.append(next(versions).version))
+        looking.start()
+        until(lambda: any("another digest" in line for line in lines.said), "the base was read, and the delta not")
+        flip(tmp_path / "base")
+        flip(tmp_path / "pub" / "weight_v000001", -10)
+        looking.join()
+        versions.close()
+    assert seen == [1]
+    assert are_of(in_folder(tmp_path / "got"), 1)
+    assert any("has not the digest" in line for line in lines.said)
 
 
 def test_versions_of_others_are_refused_for_they_cannot_be_verified(tmp_path: Path) -> None:
