@@ -26,7 +26,7 @@ from aiockpt.publish import reception
 from aiockpt.publish.frames import FrameReader
 from aiockpt.publish.local_copy import LocalCopy
 from aiockpt.testing.faults import Fault, FaultyBackend
-from tests.publish.policy import are_of, in_folder, publish, received, state_of, weights_of
+from tests.publish.policy import are_of, damage_all, in_folder, publish, received, state_of, weights_of
 from tests.small_run import small_checkpointer
 from tests.watch import Lines, until
 
@@ -39,14 +39,6 @@ def flip(folder: Path, at: int = -100) -> None:
         (was,) = file.read(1)
         file.seek(at, os.SEEK_END)
         file.write(bytes([was ^ 1]))
-
-
-def damage_all(folder: Path) -> None:
-    """Change all bytes of the folder's weights; the headers stay."""
-    (path,) = folder.glob("*.safetensors")
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    path.write_bytes(data[:start] + bytes(byte ^ 255 for byte in data[start:]))
 
 
 @pytest.mark.parametrize("where", ["folder", "memory"])
