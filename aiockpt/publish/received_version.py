@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -35,7 +35,12 @@ class ReceivedVersion:
     """
 
     def __init__(
-        self, copy: LocalCopy, target: VersionIndex, changed: Sequence[str], frames: Sequence[MappedTensors] | None
+        self,
+        copy: LocalCopy,
+        target: VersionIndex,
+        changed: Sequence[str],
+        frames: Sequence[MappedTensors] | None,
+        refuse: Callable[[], None],
     ) -> None:
         self.version: int = target.number
         self.step: int = target.notes.step
@@ -44,6 +49,15 @@ class ReceivedVersion:
         self._copy = copy
         self._changed = changed
         self._frames = frames
+        self._refuse = refuse
+
+    def again(self) -> None:
+        """Hand this version out again, as one of which all has changed, unless there is a newer one then.
+
+        Call it where an engine did not take the version. The loop's next turn comes after a pause, which doubles up to
+        a minute.
+        """
+        self._refuse()
 
     def changed(self) -> list[str]:
         """Return the names of the tensors that differ from the version that was handed out before; at first all."""

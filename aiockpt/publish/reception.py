@@ -72,7 +72,8 @@ class Reception:
         self._newest: VersionIndex | None = None
         self.at: tuple[int, str] = (-1, "")
         self._step = -1
-        self._is_begun = self._is_dirty = False
+        self._is_begun = self._is_dirty = self._is_refused = False
+        self._refused_s = 0.0
         self._broken: BaseException | None = None
         self._looking = anyio.Lock()
         self._news = anyio.Event()
@@ -128,8 +129,18 @@ class Reception:
     def _is_at(self, index: VersionIndex) -> bool:
         return self.at == (index.number, index.notes.attempt)
 
+    def refuse(self) -> None:
+        """Let the next call of `next` return the version again, or a newer one, after a pause; on the caller's thread."""
+        self._is_refused = True
+
     async def next(self) -> ReceivedVersion | None:
         """Make the folder the newest version, once there is one; None where no version is to come."""
+        if self._is_refused:
+            self._is_refused, self.at = False, (-1, "")
+            self._refused_s = min(2 * self._refused_s or self._every_s, LONGEST_WAIT_S)
+            await anyio.sleep(self._refused_s)
+        else:
+            self._refused_s = 0.0
         wait_s = self._every_s
         while True:
             try:
@@ -195,9 +206,9 @@ class Reception:
         await self._downloads.drop(plan.deltas[0].number if plan.deltas else target.number + 1)
         self._chain.drop(plan.least)
         if is_whole:
-            return ReceivedVersion(self._copy, target, list(target.notes.tensors), None)
+            return ReceivedVersion(self._copy, target, list(target.notes.tensors), None, self.refuse)
         frames = [await self._downloads.fetch(index) for index in plan.deltas]
-        return ReceivedVersion(self._copy, target, list(plan.tensors), frames)
+        return ReceivedVersion(self._copy, target, list(plan.tensors), frames, self.refuse)
 
     async def end(self) -> None:
         """Remove the receiver's note."""

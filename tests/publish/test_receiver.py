@@ -82,6 +82,22 @@ def test_only_the_newest_version_is_handed_out(tmp_path: Path) -> None:
     versions.close()
 
 
+def test_a_version_that_an_engine_did_not_take_comes_again_as_a_whole_or_the_newer_one(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    versions = iter(aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02))
+    for _ in range(3):
+        version = next(versions)
+        assert (version.version, len(version.changed())) == (1, 6)
+        version.again()
+    publish(tmp_path / "run", tmp_path / "pub", 2)
+    version = next(versions)
+    assert (version.version, len(version.changed())) == (2, 6)
+    publish(tmp_path / "run", tmp_path / "pub", 3)
+    version = next(versions)
+    assert (version.version, len(version.changed())) == (3, 4)
+    versions.close()
+
+
 def test_the_folder_changes_only_when_the_loop_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reception, "AHEAD_BYTES", 10_000)  # more than a delta, and less than the full version
     publish(tmp_path / "run", tmp_path / "pub", 0)

@@ -144,7 +144,10 @@ def receive(
                     ).returncode
                     if status:
                         failed = True
-                        show.problem(f"version {version.version}: the command ended with {status}")
+                        more = "" if once else "; it is tried again"
+                        show.problem(f"version {version.version}: the command ended with {status}{more}")
+                        if not once:
+                            version.again()
     except Interrupted as interruption:
         raise typer.Exit(128 + interruption.number) from None
     finally:
