@@ -39,6 +39,11 @@ def build(
     print(f"building {folder}", flush=True)
     subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
     pins = (CHECKOUT / "constraints.txt").read_text()
+    wanted = requirements.read_text() if requirements.exists() else ""
+    for name in re.findall(
+        r"(?m)^[\w.-]+", wanted
+    ):  # what it lists is its own affair: an engine may need an older numpy
+        pins = re.sub(rf"(?m)^{re.escape(name)}==.*\n", "", pins)
     (folder / "pins.txt").write_text(pins if torch is None else re.sub(r"(?m)^torch==.*$", f"torch=={torch}", pins))
     pip = [str(made), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     pinned = ["--constraint", str(folder / "pins.txt")]

@@ -10,6 +10,7 @@ import mmap
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -18,8 +19,8 @@ from aiockpt.convert.source import read_header
 from aiockpt.errors import CorruptionError, from_os_error
 from aiockpt.format.safetensors import Entry, Header
 from aiockpt.options import MIB
-from aiockpt.publish.form import FileNote, VersionIndex
-from aiockpt.publish.local_copy import map_file, read_mapped_header
+from aiockpt.publish.form import CHAIN, FileNote, VersionIndex, version_folder
+from aiockpt.publish.mapped import MappedTensors, make_file
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.storage.backend import Backend, Reader
 
@@ -27,55 +28,58 @@ READ_BYTES = 16 * MIB
 
 
 class Downloads:
-    """Downloads from *backend* to folders below *folder*; on one loop.
-
-    Attributes:
-        there: the versions whose files are here → the frame of each tensor.
-    """
+    """Downloads from *backend* to folders below *folder*; on one loop."""
 
     def __init__(self, backend: Backend, folder: Path) -> None:
         self._backend = backend
         self._folder = folder
         self._reads = Limiter("downloads", backend.traits.block_reads)
         self._disk = Limiter("downloaded files", 4)
-        self.there: dict[tuple[int, str], DeltaFrames] = {}
+        self._there: dict[tuple[int, str], MappedTensors] = {}
 
     async def clear(self) -> None:
         """Remove what a killed process has left."""
         await run_blocking(self._disk, self._remove_all)
 
     def _remove_all(self) -> None:
-        for path in self._folder.glob("weight_v*"):
+        for path in self._folder.glob(f"{CHAIN}*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    async def fetch(self, index: VersionIndex) -> DeltaFrames:
+    async def fetch(self, index: VersionIndex) -> MappedTensors:
         """Return the frames of a delta, downloaded unless they are here.
 
         Raises:
             CorruptionError: a file is not what was published.
         """
         key = index.number, index.notes.attempt
-        if key not in self.there:
-            frames = DeltaFrames(self._folder / index.folder)
+        if key not in self._there:
+            frames = MappedTensors()
             async with open_tasks() as tasks:
                 for name, note in index.notes.files.items():
                     tasks.start_soon(self._fetch_file, index, name, note, frames)
-            self.there[key] = frames
-        return self.there[key]
+            self._there[key] = frames
+        return self._there[key]
 
-    async def _fetch_file(self, index: VersionIndex, name: str, note: FileNote, frames: DeltaFrames) -> None:
+    async def _fetch_file(self, index: VersionIndex, name: str, note: FileNote, frames: MappedTensors) -> None:
         where = f"{index.folder}/{name}"
         reader = await self._backend.open(where)
         try:
             if reader.size != note.bytes:
                 raise self._damaged(where, f"{reader.size:,} bytes instead of {note.bytes:,}")
-            mapped = await run_blocking(self._disk, frames.make, name, note.bytes)
+            mapped = await run_blocking(self._disk, self._make, self._folder / where, note.bytes)
             await self.read(reader, 0, memoryview(mapped))
         finally:
             await reader.close()
         if await run_blocking(self._disk, xxhash.xxh3_128_hexdigest, mapped) != note.digest:
             raise self._damaged(where, "another digest")
-        frames.add(mapped)
+        frames.add(name, mapped)
+
+    def _make(self, path: Path, size: int) -> mmap.mmap:
+        try:
+            path.parent.mkdir(exist_ok=True)
+            return make_file(path, size)
+        except OSError as error:
+            raise from_os_error(error, "making", str(path)) from error
 
     def _damaged(self, where: str, what: str) -> CorruptionError:
         return CorruptionError(
@@ -97,9 +101,11 @@ class Downloads:
 
     async def drop(self, below: int) -> None:
         """Remove the downloaded versions below a number."""
-        for key in [key for key in self.there if key[0] < below]:
-            frames = self.there.pop(key)
-            await run_blocking(self._disk, frames.remove)
+        for key in [key for key in self._there if key[0] < below]:
+            self._there.pop(key).close()
+            await run_blocking(
+                self._disk, partial(shutil.rmtree, self._folder / version_folder(key[0]), ignore_errors=True)
+            )
 
     @asynccontextmanager
     async def full(self, index: VersionIndex) -> AsyncIterator[FullVersion]:
@@ -113,34 +119,6 @@ class Downloads:
             yield FullVersion(index, files, self)
 
 
-class DeltaFrames:
-    """The files of one delta in *folder*, mapped: *frames* by tensor."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.frames: dict[str, memoryview] = {}
-
-    def make(self, name: str, size: int) -> mmap.mmap:
-        """Make a file, and map it; on a worker thread."""
-        try:
-            self._folder.mkdir(exist_ok=True)
-            return map_file(self._folder / name, size)
-        except OSError as error:
-            raise from_os_error(error, "making", str(self._folder / name)) from error
-
-    def add(self, mapped: mmap.mmap) -> None:
-        """Add the frames of a file that is whole."""
-        header = read_mapped_header(mapped)
-        whole = memoryview(mapped).toreadonly()
-        for entry in header.entries:
-            self.frames[entry.name] = whole[header.data_start + entry.start : header.data_start + entry.end]
-
-    def remove(self) -> None:
-        """Remove the files; on a worker thread. Views that are still in use stay valid."""
-        self.frames = {}
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
 class FullVersion:
     """An open full version: its files as (name, reader, header)."""
 
@@ -151,11 +129,6 @@ class FullVersion:
         self._places: dict[str, tuple[Reader, int, Entry]] = {
             entry.name: (reader, header.data_start, entry) for _, reader, header in files for entry in header.entries
         }
-
-    def entry(self, name: str) -> Entry | None:
-        """Return the entry of a tensor."""
-        found = self._places.get(name)
-        return None if found is None else found[2]
 
     async def read(self, name: str, into: memoryview) -> None:
         """Read a tensor.

@@ -10,7 +10,6 @@ Guarantees:
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import shutil
 from collections.abc import Mapping
@@ -18,17 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
-from aiockpt.backends.local_tree import FALLBACKS
 from aiockpt.convert.folder_layout import INDEX_NAME
 from aiockpt.convert.publish import flush_names, write_durably
 from aiockpt.errors import CorruptionError, UsageError, from_os_error
 from aiockpt.format.document import described
-from aiockpt.format.safetensors import Entry, Header, decode_header, header_size
 from aiockpt.publish.form import VersionIndex, version_text
-from aiockpt.publish.frames import Bytes
-from aiockpt.runtime.world import OsFiles, fallocate
+from aiockpt.publish.mapped import MappedTensors, make_file, map_file
+from aiockpt.runtime.world import OsFiles
 
 PRIVATE = ".aiockpt"
 """Below the folder: the lock, the record of the files, and what is downloaded."""
@@ -44,30 +40,20 @@ class _Record(msgspec.Struct, frozen=True):
     version: int
 
 
-class LocalTensor(msgspec.Struct, frozen=True):
-    """A tensor in the folder."""
-
-    file: str
-    entry: Entry
-    start: int
-    end: int
-
-
 class LocalCopy:
     """The folder *path*; blocking, on worker threads.
 
     Attributes:
         layout: digest of names, dtypes and shapes; "" before there are files.
         version: that was complete last; -1 before the first.
-        tensors: by name.
+        weights: its tensors, which are changed in place.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.layout = ""
         self.version = -1
-        self.tensors: dict[str, LocalTensor] = {}
-        self._maps: dict[str, mmap.mmap] = {}
+        self.weights = MappedTensors()
         self._lock: int | None = None
 
     @property
@@ -124,34 +110,20 @@ class LocalCopy:
         """Map the files of *record*; make nothing of it where they are not what it says."""
         try:
             for name in record.files:
-                self._map_file(name)
+                self.weights.add(name, map_file(self.path / name))
         except (OSError, ValueError, CorruptionError):
-            self._unmap()
+            self.weights.close()
             return
         self.layout, self.version = record.layout, record.version
-
-    def _map_file(self, name: str) -> None:
-        with (self.path / name).open("r+b") as file:
-            mapped = self._maps[name] = mmap.mmap(file.fileno(), 0)
-        header = read_mapped_header(mapped)
-        for entry in header.entries:
-            start = header.data_start + entry.start
-            self.tensors[entry.name] = LocalTensor(name, entry, start, header.data_start + entry.end)
-
-    def _unmap(self) -> None:
-        self.tensors = {}
-        maps, self._maps = self._maps, {}
-        for mapped in maps.values():
-            with suppress(BufferError):  # a view of a failed update; the collector closes it
-                mapped.close()
 
     def create(self, layout: str, files: Mapping[str, tuple[bytes, int]]) -> None:
         """Make the folder anew, with *files*: name → (header, size); their tensors are torn.
 
         Raises:
             StorageFullError: they do not fit.
+            CorruptionError: a header is none.
         """
-        self._unmap()
+        self.weights.close()
         self.layout, self.version = "", -1
         try:
             self._write_record(_Record("", (), -1))  # what is here from now on is a receiver's, whole or not
@@ -160,28 +132,19 @@ class LocalCopy:
                 if name != PRIVATE:
                     _remove(self.path / name)
             for name, (header, size) in files.items():
-                self._create_file(name, header, size)
+                self._make_file(name, header, size)
             self._write_record(_Record(layout, tuple(files), -1))
         except OSError as error:
             raise from_os_error(error, "making the files of", str(self.path)) from error
-        self._map(_Record(layout, tuple(files), -1))
+        self.layout = layout
 
-    def _create_file(self, name: str, header: bytes, size: int) -> None:
-        fd = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            _reserve(fd, size)
-            os.pwrite(fd, header, 0)
-        finally:
-            os.close(fd)
+    def _make_file(self, name: str, header: bytes, size: int) -> None:
+        mapped = make_file(self.path / name, size)
+        mapped[: len(header)] = header
+        self.weights.add(name, mapped)
 
     def _write_record(self, record: _Record) -> None:
         write_durably(self.private / _RECORD, msgspec.json.encode(record))
-
-    def view(self, name: str) -> Bytes:
-        """Return the bytes of a tensor, to read and to change."""
-        found = self.tensors[name]
-        mapped = self._maps[found.file]
-        return np.frombuffer(mapped, np.uint8, found.end - found.start, found.start)
 
     def begin(self) -> None:
         """Begin to change tensors: from here on the folder is no whole."""
@@ -192,15 +155,15 @@ class LocalCopy:
     def complete(self, target: VersionIndex) -> None:
         """Make the folder a whole again, that of the version *target*."""
         try:
-            for mapped in self._maps.values():
+            for mapped in self.weights.files.values():
                 mapped.flush()
-            self._write_record(_Record(self.layout, tuple(self._maps), target.number))
+            self._write_record(_Record(self.layout, tuple(self.weights.files), target.number))
             metadata = {
                 "total_size": target.notes.weight_bytes,
                 "version": version_text(target.number),
                 "step": target.notes.step,
             }
-            weight_map = {name: tensor.file for name, tensor in sorted(self.tensors.items())}
+            weight_map = {name: tensor.file for name, tensor in sorted(self.weights.tensors.items())}
             data = msgspec.json.encode({"metadata": metadata, "weight_map": weight_map})
             write_durably(self.path / INDEX_NAME, data)
         except OSError as error:
@@ -209,7 +172,7 @@ class LocalCopy:
 
     def close(self) -> None:
         """Give the folder up."""
-        self._unmap()
+        self.weights.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -220,31 +183,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def map_file(path: Path, size: int) -> mmap.mmap:
-    """Make a file of *size* bytes, or replace it, and map it to be written."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        _reserve(fd, size)
-        return mmap.mmap(fd, size)
-    finally:
-        os.close(fd)
-
-
-def _reserve(fd: int, size: int) -> None:
-    os.ftruncate(fd, size)
-    try:
-        fallocate(fd, 0, size)  # else a full disk would end the process in the middle of a write to memory
-    except OSError as error:
-        if error.errno not in FALLBACKS["fallocate"].absent:
-            raise
-
-
-def read_mapped_header(mapped: mmap.mmap) -> Header:
-    """Return the header of a mapped file.
-
-    Raises:
-        CorruptionError: it is no safetensors file.
-    """
-    return decode_header(mapped[: min(len(mapped), header_size(mapped[:8]))], len(mapped))

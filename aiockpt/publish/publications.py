@@ -92,15 +92,15 @@ class Publications:
             await self._over.wait()
             self._tasks.cancel_scope.cancel()
 
-    async def _hold(self, step: int) -> anyio.Event:
-        """Hold a step until the event that is returned is set."""
+    async def _hold(self, step: int, url: str) -> anyio.Event:
+        """Hold a step, for a publication to *url*, until the event that is returned is set."""
         await self._begun.wait()
         release = anyio.Event()
-        await self._tasks.start(self._keep, step, release)
+        await self._tasks.start(self._keep, step, redact(url), release)
         return release
 
-    async def _keep(self, step: int, release: anyio.Event, *, task_status: TaskStatus[None]) -> None:
-        async with holding(self._destination, step, "a publication, as the base of the next version"):
+    async def _keep(self, step: int, url: str, release: anyio.Event, *, task_status: TaskStatus[None]) -> None:
+        async with holding(self._destination, step, f"the publisher to {url}, as the base of the next version"):
             task_status.started()
             await release.wait()
 

@@ -61,7 +61,7 @@ class Publisher:
     """
 
     def __init__(
-        self, destination: Destination, options: Publish, hold: Callable[[int], Awaitable[anyio.Event]]
+        self, destination: Destination, options: Publish, hold: Callable[[int, str], Awaitable[anyio.Event]]
     ) -> None:
         self._destination = destination
         self._options = options
@@ -107,7 +107,7 @@ class Publisher:
 
     async def _begin_hold(self, step: int) -> anyio.Event:
         try:
-            return await self._hold(step)
+            return await self._hold(step, self.url)
         except StorageError as error:
             logger.warning("step %d cannot be held, so it may be gone before the next version: %s", step, error)
             return anyio.Event()

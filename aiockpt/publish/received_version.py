@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,10 +11,10 @@ import torch
 
 from aiockpt.adapters.tensors import torch_dtype
 from aiockpt.format.dtypes import itemsize
-from aiockpt.publish.downloads import DeltaFrames
 from aiockpt.publish.form import VersionIndex
 from aiockpt.publish.frames import FrameReader, load_zstd
 from aiockpt.publish.local_copy import LocalCopy
+from aiockpt.publish.mapped import MappedTensors
 
 
 class Patch(msgspec.Struct, frozen=True):
@@ -35,7 +35,12 @@ class ReceivedVersion:
     """
 
     def __init__(
-        self, copy: LocalCopy, target: VersionIndex, changed: Sequence[str], frames: Sequence[DeltaFrames] | None
+        self,
+        copy: LocalCopy,
+        target: VersionIndex,
+        changed: Sequence[str],
+        frames: Sequence[MappedTensors] | None,
+        refuse: Callable[[], None],
     ) -> None:
         self.version: int = target.number
         self.step: int = target.notes.step
@@ -44,6 +49,15 @@ class ReceivedVersion:
         self._copy = copy
         self._changed = changed
         self._frames = frames
+        self._refuse = refuse
+
+    def again(self) -> None:
+        """Hand this version out again, as one of which all has changed, unless there is a newer one then.
+
+        Call it where an engine did not take the version. The loop's next turn comes after a pause, which doubles up to
+        a minute.
+        """
+        self._refuse()
 
     def changed(self) -> list[str]:
         """Return the names of the tensors that differ from the version that was handed out before; at first all."""
@@ -53,16 +67,16 @@ class ReceivedVersion:
         """Yield the elements that have changed, tensor by tensor; whole ones where it did not come as deltas."""
         zstd = load_zstd()
         for name in self._changed:
-            local = self._copy.tensors[name]
-            raw = torch.from_numpy(self._copy.view(name)).view(torch_dtype(local.entry.dtype))
+            local = self._copy.weights.tensors[name]
+            raw = torch.from_numpy(self._copy.weights.view(name)).view(torch_dtype(local.entry.dtype))
             if self._frames is None:
                 yield Patch(name, None, raw.clone())
                 continue
             size = local.end - local.start
             xor = np.zeros(size, np.uint8)
             for one in self._frames:
-                if name in one.frames:
-                    xor ^= FrameReader(zstd, one.frames[name], name).read(size)
+                if name in one.tensors:
+                    xor ^= FrameReader(zstd, one.view(name).data, name).read(size)
             differ = xor.reshape(-1, itemsize(local.entry.dtype)).any(axis=1)
             positions = torch.from_numpy(np.flatnonzero(differ))
             yield Patch(name, positions, raw[positions])

@@ -42,24 +42,41 @@ class VersionReceiver:
     """
 
     def __init__(
-        self, url: Place, folder: str | os.PathLike[str], name: str | None, *, every_s: float, follow: bool
+        self,
+        url: Place,
+        folder: str | os.PathLike[str],
+        name: str | None,
+        *,
+        every_s: float,
+        follow: bool,
+        base: str | os.PathLike[str] | None,
     ) -> None:
         address = parse_address(folder)
         if address.scheme != "file":
             raise UsageError(f"receive() into {folder}: name a folder of this machine, such as /dev/shm/policy")
-        self._path = Path(os.path.abspath(address.text))
-        self._name = _default_name(self._path) if name is None else name
-        if not isinstance(self._name, str) or not _NAME.fullmatch(self._name):
+        path = Path(os.path.abspath(address.text))
+        name = _default_name(path) if name is None else name
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise UsageError(f"{name!r} names no receiver: use letters, digits, '.', '_' and '-', as in rollout-3")
         check_amount("receive", "every_s", every_s, " seconds")
         load_zstd()
-        self._url = url
-        self._world = World()
-        self._backend = open_backend(url, world=self._world)
-        self._every_s = every_s
-        self._follow = follow
-        self._copy = LocalCopy(self._path)
+        world = World()
+        self._backend = open_backend(url, world=world)
+        self._is_lent = self._backend is url
+        self._copy = LocalCopy(path)
+        self._is_following = follow
         self._loop: LoopThread | None = None
+        with made_for_the_loop():
+            self._reception = Reception(
+                self._backend,
+                self._copy,
+                name,
+                world,
+                every_s=every_s,
+                follow=follow,
+                base=None if base is None else Path(base),
+            )
+        self._text = f"{name} of {self._backend.url} in {path}"
 
     def __iter__(self) -> Generator[ReceivedVersion]:
         refuse_in_event_loop("a plain `for`", "write `async for`")
@@ -98,11 +115,7 @@ class VersionReceiver:
             raise UsageError("this receiver was used already: call receive() again")
         self._copy.open()
         self._loop = LoopThread("aiockpt-receive", self.close)
-        with made_for_the_loop():
-            self._reception = Reception(
-                self._backend, self._copy, self._name, self._world, every_s=self._every_s, follow=self._follow
-            )
-        self._following = self._loop.submit(self._reception.follow) if self._follow else None
+        self._following = self._loop.submit(self._reception.follow) if self._is_following else None
 
     def _next(self) -> Future[ReceivedVersion | None]:
         assert self._loop is not None
@@ -129,11 +142,11 @@ class VersionReceiver:
 
     async def _end(self) -> None:
         await self._reception.end()
-        if self._backend is not self._url:
+        if not self._is_lent:
             await self._backend.close()
 
     def __repr__(self) -> str:
-        return f"<VersionReceiver {self._name} of {self._backend.url} in {self._path}>"
+        return f"<VersionReceiver {self._text}>"
 
 
 def _default_name(path: Path) -> str:
@@ -148,6 +161,7 @@ def receive(
     name: str | None = None,
     every_s: float = 1.0,
     follow: bool = True,
+    base: str | os.PathLike[str] | None = None,
 ) -> VersionReceiver:
     """Keep *folder* at the newest version that was published at *url*: ``async for version in receive(url, folder): …``.
 
@@ -161,10 +175,12 @@ def receive(
         name: of this receiver, by which the publisher knows who still needs what; by default of host and folder.
         every_s: seconds between two looks for a new version.
         follow: wait for versions to come; False ends when there is no newer one.
+        base: a Hugging Face folder of this machine. While *folder* has no version, every tensor of it whose bytes are those
+            of a version is copied, whatever its name, and not downloaded. It may be of any other model, or absent.
 
     Raises:
         UsageError: zstd is not installed (``pip install 'aiockpt[publish]'``), or an argument cannot be used; while it is
             iterated, another process keeps the folder.
         CorruptionError, StorageError: without *follow*; else they are logged, and tried again.
     """
-    return VersionReceiver(url, folder, name, every_s=every_s, follow=follow)
+    return VersionReceiver(url, folder, name, every_s=every_s, follow=follow, base=base)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from contextlib import suppress
 
 import msgspec
 
-from aiockpt.errors import CheckpointError, ObjectNotFoundError
+from aiockpt.errors import CheckpointError
 from aiockpt.format.document import described
 from aiockpt.storage.backend import Backend
-from aiockpt.storage.transfer import storage_now_ns
+from aiockpt.storage.transfer import get_many, storage_now_ns
 
 logger = logging.getLogger("aiockpt")
 
@@ -57,19 +58,26 @@ async def remove_note(backend: Backend, name: str) -> None:
         logger.debug("the note of receiver %s stays at %s: %s", name, backend.url, error)
 
 
+async def has_versions(backend: Backend) -> bool:
+    """Return whether *backend* is a place of versions; torch is not imported for it."""
+    return any(name.startswith("weight_v") for name in (await backend.list("")).folders)
+
+
 async def living_receivers(backend: Backend, nonce: str) -> list[ReceiverNote]:
     """Return the notes of the receivers that live."""
-    there = (await backend.list(FOLDER)).objects
-    if not there:
+    if not (await backend.list(FOLDER)).objects:
         return []
-    now_ns = await storage_now_ns(backend, nonce)
+    notes = await read_notes(backend, await storage_now_ns(backend, nonce))
+    return [note for note, noted_s in notes if noted_s <= LIVES_S]
+
+
+async def read_notes(backend: Backend, now_ns: int) -> list[tuple[ReceiverNote, float]]:
+    """Return all notes, also of receivers that have died, and how many seconds before *now_ns* they were written."""
+    there = (await backend.list(FOLDER)).objects
     notes = []
-    for stat in there:
-        if now_ns - stat.modified_ns > LIVES_S * 1e9:
-            continue
-        try:
-            data = await backend.get(stat.key, NOTE_BYTES)
-            notes.append(msgspec.json.decode(data, type=described(ReceiverNote)))
-        except (ObjectNotFoundError, msgspec.MsgspecError):
-            continue  # it has ended at this moment, or is nobody's
+    for stat, data in zip(there, await get_many(backend, [stat.key for stat in there], NOTE_BYTES), strict=True):
+        with suppress(msgspec.MsgspecError):  # it is nobody's
+            if data is not None:
+                note = msgspec.json.decode(data, type=described(ReceiverNote))
+                notes.append((note, max(now_ns - stat.modified_ns, 0) / 1e9))
     return notes

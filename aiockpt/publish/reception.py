@@ -9,6 +9,7 @@ Guarantees:
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import anyio
 
@@ -41,13 +42,22 @@ class Reception:
         name: of the receiver.
         every_s: seconds between two looks.
         follow: wait for versions to come.
+        base: a folder whose tensors the first version may be made of.
 
     Attributes:
         at: number and attempt of the version that was handed out last.
     """
 
     def __init__(
-        self, backend: Backend, copy: LocalCopy, name: str, world: World, *, every_s: float, follow: bool
+        self,
+        backend: Backend,
+        copy: LocalCopy,
+        name: str,
+        world: World,
+        *,
+        every_s: float,
+        follow: bool,
+        base: Path | None,
     ) -> None:
         self._backend = backend
         self._copy = copy
@@ -55,13 +65,15 @@ class Reception:
         self._world = world
         self._every_s = every_s
         self._follow = follow
+        self._base = base
         self._chain = VersionChain(Versions(backend, world))
         self._downloads = Downloads(backend, copy.private)
         self._updater = Updater(copy, self._downloads, backend)
         self._newest: VersionIndex | None = None
         self.at: tuple[int, str] = (-1, "")
         self._step = -1
-        self._is_begun = self._is_dirty = False
+        self._is_begun = self._is_dirty = self._is_refused = False
+        self._refused_s = 0.0
         self._broken: BaseException | None = None
         self._looking = anyio.Lock()
         self._news = anyio.Event()
@@ -117,14 +129,24 @@ class Reception:
     def _is_at(self, index: VersionIndex) -> bool:
         return self.at == (index.number, index.notes.attempt)
 
+    def refuse(self) -> None:
+        """Let the next call of `next` return the version again, or a newer one, after a pause; on the caller's thread."""
+        self._is_refused = True
+
     async def next(self) -> ReceivedVersion | None:
         """Make the folder the newest version, once there is one; None where no version is to come."""
+        if self._is_refused:
+            self._is_refused, self.at = False, (-1, "")
+            self._refused_s = min(2 * self._refused_s or self._every_s, LONGEST_WAIT_S)
+            await anyio.sleep(self._refused_s)
+        else:
+            self._refused_s = 0.0
         wait_s = self._every_s
         while True:
             try:
                 if not self._is_begun:
                     await self._downloads.clear()
-                    await self._updater.hash_all()
+                    await self._updater.hash_copy()
                     self._is_begun = True
                 await self._look()
                 if self._newest is not None and not self._is_at(self._newest):
@@ -145,17 +167,37 @@ class Reception:
     async def _advance(self) -> ReceivedVersion:
         async with self._looking:
             assert self._newest is not None
-            chain, folds = await self._chain.leading_to(self._newest, self._copy.version)
+            if self._base is not None and self._copy.version < 0:
+                base, self._base = self._base, None
+                await self._updater.open_base(base)
+            # With nothing here the newest full version is the way: no index before that one is read.
+            is_fresh = self._copy.version < 0 and not self._updater.base
+            since = self._newest.number if is_fresh else self._copy.version
+            chain, folds = await self._chain.leading_to(self._newest, since)
             full = newest_full([*chain, *folds])
             if self._copy.layout != self._newest.notes.layout and full is not None:
                 await self._updater.lay_out(full)
-            plan = plan_update(self._updater.digests, chain, folds, self._backend.url)
+            plan = plan_update(self._updater.digests, chain, folds, self._backend.url, self._updater.base)
             await self._note(plan.least)
-            is_whole = self.at[0] < 0 or self._is_dirty or any(how.full for how in plan.tensors.values())
+            if self._updater.base and not self._is_dirty:
+                self._log_base(plan)
+            is_whole = self.at[0] < 0 or self._is_dirty or any(how.full or how.base for how in plan.tensors.values())
             self._is_dirty = True
             await self._updater.apply(plan)
             self._is_dirty = False
+            self._updater.close_base()
             return await self._handed_out(plan, is_whole=is_whole)
+
+    def _log_base(self, plan: UpdatePlan) -> None:
+        taken, count = sum(how.base is not None for how in plan.tensors.values()), len(plan.target.notes.tensors)
+        if taken:
+            logger.info("receiver %s: %d of %d tensors are taken from the base", self._name, taken, count)
+        else:
+            logger.warning(
+                "receiver %s: the base has no tensor of a version that leads to %d, so all are downloaded; publish it as "
+                "the first version",
+                self._name, plan.target.number,
+            )  # fmt: skip
 
     async def _handed_out(self, plan: UpdatePlan, *, is_whole: bool) -> ReceivedVersion:
         target = plan.target
@@ -164,9 +206,9 @@ class Reception:
         await self._downloads.drop(plan.deltas[0].number if plan.deltas else target.number + 1)
         self._chain.drop(plan.least)
         if is_whole:
-            return ReceivedVersion(self._copy, target, list(target.notes.tensors), None)
+            return ReceivedVersion(self._copy, target, list(target.notes.tensors), None, self.refuse)
         frames = [await self._downloads.fetch(index) for index in plan.deltas]
-        return ReceivedVersion(self._copy, target, list(plan.tensors), frames)
+        return ReceivedVersion(self._copy, target, list(plan.tensors), frames, self.refuse)
 
     async def end(self) -> None:
         """Remove the receiver's note."""

@@ -86,6 +86,14 @@ def are_of(weights: Weights, step: int) -> bool:
     return weights.keys() == wanted.keys() and all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
 
+def damage_all(folder: Path) -> None:
+    """Change all bytes of the folder's weights; the headers stay."""
+    (path,) = folder.glob("*.safetensors")
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    path.write_bytes(data[:start] + bytes(byte ^ 255 for byte in data[start:]))
+
+
 def received(url: Any, folder: Path, **options: Any) -> list[tuple[int, int]]:
     """Receive what there is; return (version, step) of each version, whose weights were compared."""
     seen = []

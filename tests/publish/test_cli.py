@@ -1,15 +1,25 @@
 """``aiockpt publish`` and ``aiockpt receive``."""
 
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import msgspec
+from rich.console import Console
 from typer.testing import CliRunner
 
+import aiockpt
+from aiockpt.publish.published_place import PlaceNow, ReceiverNow
+from aiockpt.publish.receiver_notes import LIVES_S, ReceiverNote
 from aiockpt.tools.cli.main import app
-from tests.publish.policy import are_of, in_folder, publish, received, saved
+from aiockpt.tools.cli.versions_view import view_place
+from tests.publish.policy import are_of, in_folder, publish, received, saved, state_of
+from tests.small_run import small_checkpointer
 from tests.watch import until
 
 AIOCKPT = [sys.executable, "-m", "aiockpt.tools.cli.main"]
@@ -60,3 +70,51 @@ def test_follow_takes_no_step(tmp_path: Path) -> None:
     saved(tmp_path / "run", 0)
     done = CliRunner().invoke(app, ["publish", str(tmp_path / "run"), str(tmp_path / "pub"), "--follow", "--full"])
     assert done.exit_code != 0
+
+
+def test_top_and_prune_show_which_receiver_is_where(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    versions = iter(aiockpt.receive(tmp_path / "pub", tmp_path / "got", name="rollout-1"))
+    next(versions)
+    publish(tmp_path / "run", tmp_path / "pub", 10, 20)
+    dead = tmp_path / "pub" / "receivers" / "rollout-2.json"
+    dead.write_bytes(msgspec.json.encode(ReceiverNote(name="rollout-2", version=1, step=10, needs=1, host="node-7")))
+    long_ago = time.time() - LIVES_S - 60
+    os.utime(dead, (long_ago, long_ago))
+    (dead.with_name("nobody.json")).write_text("{}")
+    for command in ("top", "prune"):
+        said = run(command, tmp_path / "pub")
+        assert "version 2, of step 20" in said
+        assert "3 versions from 0 on\n2 receivers, 1 silent" in said
+        first, second = (line.split() for line in said.splitlines()[4:])
+        assert [first[0], *first[2:6]] == ["rollout-1", "0", "0", "2", "0"]
+        assert second == ["rollout-2", "node-7", "1", "10", "1", "nothing", "11", "min", "ago"]
+    (living, gone) = json.loads(run("top", tmp_path / "pub", "--json"))["receivers"]
+    assert (living["behind"], living["keeps"], gone["behind"], gone["keeps"]) == (2, 0, 1, None)
+    versions.close()
+    done = CliRunner().invoke(app, ["prune", str(tmp_path / "pub"), "--last", "1"])
+    assert done.exit_code != 0
+    assert "Publish(keep=N)" in str(done.exception)
+
+
+def test_the_receivers_that_do_not_fit_are_counted() -> None:
+    one = ReceiverNow(name="r", host="h", version=1, step=1, behind=0, keeps=1, noted_s=1)
+    place = PlaceNow(
+        version=1, step=1, kind="full", bytes=1, weight_bytes=1, published_s=1, oldest=0, count=2, receivers=[one] * 9
+    )
+    console = Console(width=90, record=True, file=io.StringIO())
+    console.print(view_place("pub", place, 10, "storage is away"))
+    console.print(view_place("pub", None, 10))
+    lines = console.export_text().splitlines()
+    assert lines[0] == "storage is away"
+    assert lines[-2:] == ["5 receivers more, no further behind", "pub   no version is published yet"]
+
+
+def test_prune_says_which_step_is_held_for_which_place(tmp_path: Path) -> None:
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        for step in range(3):
+            ckpt.save(step, state_of(step)).result()
+            if step == 0:
+                ckpt.publish(step, tmp_path / "pub").result()
+        said = run("prune", tmp_path / "run", "--last", "1")
+    assert "it is held by the publisher to file://" in " ".join(said.split())

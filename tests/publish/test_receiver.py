@@ -1,10 +1,13 @@
 """A folder that follows the versions: what is handed out, how it heals, and who may have it."""
 
 import json
+import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,27 +15,31 @@ import anyio
 import anyio.to_thread
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
+from aiockpt.convert.folder_layout import INDEX_NAME
 from aiockpt.errors import CorruptionError
 from aiockpt.publish import local_copy, reception
 from aiockpt.publish.frames import FrameReader
 from aiockpt.publish.local_copy import LocalCopy
 from aiockpt.runtime.world import OsFiles
 from aiockpt.testing.faults import Fault, FaultyBackend
-from tests.publish.policy import are_of, in_folder, publish, received, state_of, weights_of
+from tests.publish.policy import are_of, damage_all, in_folder, publish, received, state_of, weights_of
 from tests.small_run import small_checkpointer
 from tests.watch import Lines, until
 
 
 def flip(folder: Path, at: int = -100) -> None:
-    """Change a byte of the folder's weights."""
+    """Change a byte of the folder's weights, in place."""
     (path,) = folder.glob("*.safetensors")
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_END)
+        (was,) = file.read(1)
+        file.seek(at, os.SEEK_END)
+        file.write(bytes([was ^ 1]))
 
 
 @pytest.mark.parametrize("where", ["folder", "memory"])
@@ -73,6 +80,22 @@ def test_only_the_newest_version_is_handed_out(tmp_path: Path) -> None:
     positions = total["embed.weight"].positions
     assert positions is not None
     assert torch.equal(positions, changed)
+    versions.close()
+
+
+def test_a_version_that_an_engine_did_not_take_comes_again_as_a_whole_or_the_newer_one(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    versions = iter(aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02))
+    for _ in range(3):
+        version = next(versions)
+        assert (version.version, len(version.changed())) == (1, 6)
+        version.again()
+    publish(tmp_path / "run", tmp_path / "pub", 2)
+    version = next(versions)
+    assert (version.version, len(version.changed())) == (2, 6)
+    publish(tmp_path / "run", tmp_path / "pub", 3)
+    version = next(versions)
+    assert (version.version, len(version.changed())) == (3, 4)
     versions.close()
 
 
@@ -133,7 +156,7 @@ def test_a_receiver_that_died_while_it_made_the_files_makes_them_again(
         raise OSError("killed here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalCopy, "_create_file", make_half)
+        patch.setattr(LocalCopy, "_make_file", make_half)
         with pytest.raises(aiockpt.StorageError, match="killed here"):
             received(tmp_path / "pub", tmp_path / "got")
     assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
@@ -262,10 +285,74 @@ def test_a_fresh_receiver_begins_at_the_fold_and_one_that_is_near_takes_the_chai
     for path in (tmp_path / "pub" / "weight_v000002").glob("*.safetensors"):
         path.unlink()
     assert received(tmp_path / "pub", tmp_path / "fresh") == [(5, 5)]
+    (tmp_path / "pub" / "weight_v000002" / INDEX_NAME).write_text("{")
+    assert received(tmp_path / "pub", tmp_path / "another") == [(5, 5)], "an index before the fold was read"
     for path in (tmp_path / "pub" / "full_v000004").glob("*.safetensors"):
         path.unlink()
-    with pytest.raises(aiockpt.StorageError):
+    with pytest.raises(aiockpt.CheckpointError):
         received(tmp_path / "pub", tmp_path / "got")
+
+
+def test_what_a_base_has_is_not_downloaded_whatever_its_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aiockpt")
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    (tmp_path / "base").mkdir()
+    weights = weights_of(0)
+    save_file(
+        {f"model.{name}": weights.pop(name) for name in ("embed.weight", "empty")}, tmp_path / "base/a.safetensors"
+    )
+    save_file({f"model.{name}": tensor for name, tensor in weights.items()}, tmp_path / "base/b.safetensors")
+    damage_all(tmp_path / "pub" / "weight_v000000")
+    assert received(tmp_path / "pub", tmp_path / "got", base=tmp_path / "base") == [(1, 1)]
+    assert "6 of 6 tensors are taken from the base" in caplog.text
+    publish(tmp_path / "run", tmp_path / "pub", *range(2, 6), full_every=4)
+    damage_all(tmp_path / "pub" / "full_v000004")
+    assert received(tmp_path / "pub", tmp_path / "later", base=tmp_path / "base") == [(5, 5)], (
+        "the deltas are fewer bytes"
+    )
+
+
+def test_a_base_with_some_of_the_tensors_spares_these(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1, 2, full_every=2)
+    (tmp_path / "base").mkdir()
+    save_file({"frozen.weight": weights_of(0)["frozen.weight"]}, tmp_path / "base/a.safetensors")
+    assert received(tmp_path / "pub", tmp_path / "got", base=tmp_path / "base") == [(2, 2)]
+
+
+@pytest.mark.parametrize("what", ["of another model", "absent", "damaged"])
+def test_a_base_that_is_of_no_use_is_told_once(tmp_path: Path, what: str) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    base = tmp_path / "base"
+    if what != "absent":
+        base.mkdir()
+        save_file({"frozen.weight": torch.ones(33, 5)}, base / "model.safetensors")
+    if what == "damaged":
+        (base / "model.safetensors").write_bytes(b"no header")
+    with Lines() as lines:
+        assert received(tmp_path / "pub", tmp_path / "got", base=base) == [(0, 0)]
+        publish(tmp_path / "run", tmp_path / "pub", 1)
+        assert received(tmp_path / "pub", tmp_path / "got", base=base) == [(1, 1)]
+    (said,) = [line for line in lines.said if "not loaded" not in line]
+    assert ("has no tensor of a version" if what == "of another model" else f"base {base} is not used") in said
+
+
+def test_a_base_that_changes_while_it_is_read_is_not_handed_out(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    shutil.copytree(tmp_path / "pub" / "weight_v000000", tmp_path / "base")
+    flip(tmp_path / "pub" / "weight_v000001", -10)
+    with Lines() as lines:
+        versions = iter(aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02, base=tmp_path / "base"))
+        seen: list[int] = []
+        looking = threading.Thread(target=lambda: seen.append(next(versions).version))
+        looking.start()
+        until(lambda: any("another digest" in line for line in lines.said), "the base was read, and the delta not")
+        flip(tmp_path / "base")
+        flip(tmp_path / "pub" / "weight_v000001", -10)
+        looking.join()
+        versions.close()
+    assert seen == [1]
+    assert are_of(in_folder(tmp_path / "got"), 1)
+    assert any("has not the digest" in line for line in lines.said)
 
 
 def test_versions_of_others_are_refused_for_they_cannot_be_verified(tmp_path: Path) -> None:

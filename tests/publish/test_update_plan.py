@@ -38,6 +38,9 @@ def carry_out(plan: UpdatePlan, history: History, now: dict[str, int | None]) ->
     done = dict(now)
     for name, how in plan.tensors.items():
         value = done.get(name) if how.full is None else history[how.full.number][name]
+        if how.base is not None:
+            assert how.full is None, "read and copied"
+            value = int(how.base)
         for delta in how.deltas:
             assert name in delta.weight_map, "a frame that is not there"
             assert value is not None, "a frame for a torn tensor"
@@ -67,11 +70,14 @@ def test_every_tensor_becomes_that_of_the_target(data: st.DataObject) -> None:
         was = data.draw(st.one_of(st.none(), st.integers(max(least, 0), target)))
         now[name] = None if was is None else history[was][name]
     digests = {name: str(value) for name, value in now.items() if value is not None}
-    if any(value is None for value in now.values()) and not (is_full or folds):
+    base = {str(value) for value in data.draw(st.sets(values))}
+    once = {name: {str(history[number][name]) for number in range(max(least, 0), target + 1)} for name in names}
+    if any(value is None and not base & once[name] for name, value in now.items()) and not (is_full or folds):
         with pytest.raises(CorruptionError, match="no full version is left"):
-            plan_update(digests, chain, folds, "pub")
+            plan_update(digests, chain, folds, "pub", base)
         return
-    plan = plan_update(digests, chain, folds, "pub")
+    plan = plan_update(digests, chain, folds, "pub", base)
+    assert all(how.base in {None, *base} for how in plan.tensors.values())
     assert carry_out(plan, history, now) == history[target]
     used = {one.number for how in plan.tensors.values() for one in how.deltas}
     assert [one.number for one in plan.deltas] == sorted(used)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from rich.console import Group, RenderableType
@@ -14,14 +16,14 @@ from rich.text import Text
 from aiockpt.errors import CheckpointError
 from aiockpt.monitor.live_job import JobNow, JobWatch, RankNow
 from aiockpt.monitor.stragglers import explain
+from aiockpt.publish.receiver_notes import has_versions
 from aiockpt.runtime.notes import name_ranks
 from aiockpt.storage.backend import Backend
 from aiockpt.tools.cli import show
 
-TABLE_LINES = 2
-"""Lines around the ranks: the column names, and the number of ranks that are not shown."""
-MOST_ROWS = 20
-"""Limit of ranks that are shown: drawing dominates the cost of a poll, and the longest waiting come first."""
+if TYPE_CHECKING:
+    from aiockpt.publish.published_place import PlaceNow, PlaceWatch
+
 MOST_OF_A_CORE = 0.02
 """Share of a core that polling and drawing may use."""
 UNANSWERED_S = 5.0
@@ -31,13 +33,24 @@ MOST_SLOW = 3
 _SHOWN_RANKS = 12
 
 
+async def _watch_of(backend: Backend) -> tuple[JobWatch | PlaceWatch, Callable[..., RenderableType]]:
+    """Return what reads the state of a job, or of a place of versions, and what draws it."""
+    if not await has_versions(backend):
+        return JobWatch(backend), view
+    from aiockpt.publish.published_place import PlaceWatch  # with torch, which a job's view does without
+    from aiockpt.tools.cli.versions_view import view_place
+
+    return PlaceWatch(backend), view_place
+
+
 async def print_once(root: str, backend: Backend, as_json: bool) -> None:
-    """Print the current state of the job."""
+    """Print the current state of the job, or of the place of versions."""
     try:
-        job = await JobWatch(backend).poll()
+        watch, draw = await _watch_of(backend)
+        job = await watch.poll()
     finally:
         await backend.close()
-    show.json_or(as_json, job, lambda: show.out.print(view(root, job, height=1000)))
+    show.json_or(as_json, job, lambda: show.out.print(draw(root, job, 1000)))
 
 
 class _Poller:
@@ -49,10 +62,10 @@ class _Poller:
         pause_s: until the next poll: as requested, or longer where many ranks would exceed `MOST_OF_A_CORE`.
     """
 
-    def __init__(self, backend: Backend, every_s: float) -> None:
-        self._watch = JobWatch(backend)
+    def __init__(self, watch: JobWatch | PlaceWatch, every_s: float) -> None:
+        self._watch = watch
         self._every_s = self.pause_s = every_s
-        self.job: JobNow | None = None
+        self.job: JobNow | PlaceNow | None = None
         self.answered_s = time.monotonic()
         self.trouble = ""
 
@@ -81,7 +94,8 @@ class _Poller:
         silent_s = time.monotonic() - self.answered_s
         if not self.trouble and silent_s < self.pause_s + UNANSWERED_S:
             return ""
-        return f"storage has not answered for {_time(silent_s)}; shown is the last known state: {self.trouble or 'it hangs'}"
+        why = self.trouble or "it hangs"
+        return f"storage has not answered for {show.span(silent_s)}; shown is the last known state: {why}"
 
 
 async def follow(root: str, backend: Backend, every_s: float) -> None:
@@ -92,9 +106,10 @@ async def follow(root: str, backend: Backend, every_s: float) -> None:
     Raises:
         CheckpointError: storage fails at the first poll. Later failures are shown, and the poll is repeated.
     """
-    poller = _Poller(backend, every_s)
-    drawn: tuple[JobNow | None, str] | None = None
+    drawn: tuple[Any, str] | None = None
     try:
+        watch, draw = await _watch_of(backend)
+        poller = _Poller(watch, every_s)
         await poller.poll()
         with Live(console=show.out, screen=True, auto_refresh=False) as live:
             async with anyio.create_task_group() as tasks:
@@ -102,10 +117,10 @@ async def follow(root: str, backend: Backend, every_s: float) -> None:
                 while poller.job is None or not poller.job.ended:
                     job, trouble = poller.job, poller.unanswered()
                     if drawn is None or job is not drawn[0] or trouble != drawn[1]:
-                        live.update(view(root, job, show.out.height, trouble), refresh=True)
+                        live.update(draw(root, job, show.out.height, trouble), refresh=True)
                         drawn = job, trouble
                     await anyio.sleep(every_s)
-        show.out.print(view(root, poller.job, show.out.height))
+        show.out.print(draw(root, poller.job, show.out.height))
     finally:
         with anyio.CancelScope(shield=True):
             await backend.close()
@@ -118,27 +133,20 @@ def view(root: str, job: JobNow | None, height: int, trouble: str = "") -> Rende
         trouble: why the current state of the job is unknown.
     """
     if job is None and trouble:
-        return Group(_line(f"[bold]{escape(root)}[/]"), _line(f"[bold red]{escape(trouble)}[/]"))
+        return Group(show.line(f"[bold]{escape(root)}[/]"), show.line(f"[bold red]{escape(trouble)}[/]"))
     if job is None:
         return Text.from_markup(
             f"[bold]{escape(root)}[/]   no rank has said anything yet: "
             + escape("Checkpointer(…, observers=[aiockpt.monitor.Heartbeat()])")
         )
     rows = sorted(job.ranks, key=_urgency)
-    parts: list[RenderableType] = [_line(f"[bold red]{escape(trouble)}[/]")] if trouble else []
-    parts += [_line(line) for line in _header(root, job)]
-    shown = rows[: max(1, min(MOST_ROWS, height - len(parts) - TABLE_LINES))]
+    parts: list[RenderableType] = [show.line(f"[bold red]{escape(trouble)}[/]")] if trouble else []
+    parts += [show.line(line) for line in _header(root, job)]
+    shown = show.fitting(rows, height - len(parts))
     parts.append(_table(shown))
     if len(rows) > len(shown):
-        parts.append(_line(f"[dim]{show.count(len(rows) - len(shown), 'rank')} more, which have waited less[/]"))
+        parts.append(show.line(f"[dim]{show.count(len(rows) - len(shown), 'rank')} more, which have waited less[/]"))
     return Group(*parts)
-
-
-def _line(markup: str) -> Text:
-    """Return one line, cut at the width of the terminal: further lines would push the ranks off the screen."""
-    line = Text.from_markup(markup)
-    line.no_wrap, line.overflow = True, "ellipsis"
-    return line
 
 
 def _urgency(rank: RankNow) -> tuple[bool, float, int]:
@@ -152,7 +160,7 @@ def _header(root: str, job: JobNow) -> list[str]:
     if job.durable_step is None or job.durable_s is None:
         durable = "[yellow]no step is durable yet[/]"
     else:
-        durable = f"step [bold]{job.durable_step}[/] is durable, since {_time(job.durable_s)}"
+        durable = f"step [bold]{job.durable_step}[/] is durable, since {show.span(job.durable_s)}"
     steps = ", ".join(map(str, job.in_flight)) or "none"
     lines = [
         f"[bold]{state}[/]   {escape(root)}",
@@ -183,7 +191,7 @@ def _header(root: str, job: JobNow) -> list[str]:
     return lines
 
 
-def _table(ranks: list[RankNow]) -> Table:
+def _table(ranks: Sequence[RankNow]) -> Table:
     table = show.columns(
         "rank", "host", "doing", "for", "written", "speed", "durable", "report",
         right=("rank", "for", "written", "speed", "durable", "report"), folds="host",
@@ -197,18 +205,10 @@ def _table(ranks: list[RankNow]) -> Table:
             str(beat.rank),
             escape(beat.host),
             doing,
-            "" if work is None else _time(work.for_s + rank.heard_s),
+            "" if work is None else show.span(work.for_s + rank.heard_s),
             f"{show.size(work.done_bytes)} of {show.size(work.bytes)}" if work is not None and work.bytes else "",
             show.speed(beat.bytes_per_s) if beat.bytes_per_s and not beat.ended else "",
             "" if beat.durable_step is None else str(beat.durable_step),
-            f"[bold red]{_time(rank.heard_s)} ago[/]" if rank.silent else f"{_time(rank.heard_s)} ago",
+            f"[bold red]{show.span(rank.heard_s)} ago[/]" if rank.silent else f"{show.span(rank.heard_s)} ago",
         )
     return table
-
-
-def _time(seconds: float) -> str:
-    """Return a time as operators read it: 4 s, 12 min, 3 h 20 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -37,11 +37,16 @@ from aiockpt.redaction import redact
 from aiockpt.units import count, size, speed
 
 __all__ = [
-    "ago", "bytes_progress", "columns", "count", "err", "freed", "gone", "json_or", "mark", "moment", "named",
-    "natural_order", "out", "pace", "parts_progress", "print_table", "problem", "say", "shape_text",
-    "size", "speed", "title",
+    "ago", "bytes_progress", "columns", "count", "err", "fitting", "freed", "gone", "json_or", "line", "mark", "moment",
+    "named", "natural_order", "out", "pace", "parts_progress", "print_table", "problem", "say", "shape_text",
+    "size", "span", "speed", "title",
 ]  # fmt: skip
 
+T = TypeVar("T")
+TABLE_LINES = 2
+"""Lines around the rows of a live table: the column names, and the number of rows that are not shown."""
+MOST_ROWS = 20
+"""Limit of rows of a live table: drawing dominates the cost of a poll, and what matters most comes first."""
 PIPE_COLUMNS = 160
 """Width without a terminal and COLUMNS: rows are never folded or cut, so that grep and awk read whole ones."""
 
@@ -119,6 +124,26 @@ def columns(*headings: str, right: tuple[str, ...] = (), folds: str) -> Table:
         justify: Literal["left", "right"] = "right" if heading in right else "left"
         table.add_column(escape(heading), justify=justify, no_wrap=heading != folds, overflow="fold")
     return table
+
+
+def fitting(rows: Sequence[T], height: int) -> Sequence[T]:
+    """Return the first *rows*, which fit as a table into *height* lines."""
+    return rows[: max(1, min(MOST_ROWS, height - TABLE_LINES))]
+
+
+def line(markup: str) -> Text:
+    """Return one line, cut at the width of the terminal: further lines would push a table off the screen."""
+    text = Text.from_markup(markup)
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def span(seconds: float) -> str:
+    """Return a time as operators read it: 4 s, 12 min, 3 h 20 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 Row = Sequence[str | Text]

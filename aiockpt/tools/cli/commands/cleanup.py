@@ -45,8 +45,13 @@ def prune(
     dry_run: Annotated[bool, flag("Only show what would be deleted (the default).", "--dry-run", "-n")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete the steps that no rule keeps, and uncommitted attempts of dead saves. A dry run, unless --yes."""
+    """Delete the steps that no rule keeps, and uncommitted attempts of dead saves. A dry run, unless --yes.
+
+    Of a place of versions it shows which ones stay for which receiver.
+    """
     from aiockpt.options import Best, Retention
+    from aiockpt.publish.receiver_notes import has_versions
+    from aiockpt.tools.cli.live_view import print_once
     from aiockpt.tools.cli.results import show_pruned
     from aiockpt.tools.cli.survey import check_metric, measure, open_place, survey
 
@@ -55,6 +60,11 @@ def prune(
     if last is None and newer_than is None and (every or best):
         raise UsageError("--every and --best keep steps besides the newest: give --last N or --newer-than AGE too")
     backend = open_place(root)
+    if anyio.run(has_versions, backend):
+        if delete or last or newer_than or optimizer:
+            raise UsageError(f"{root} has versions, and no steps: their publisher removes them, by Publish(keep=N)")
+        anyio.run(print_once, root, backend, as_json)
+        return
     there = anyio.run(survey, backend)
     listed = there.steps
     if best:

@@ -108,7 +108,7 @@ def top(
     once: Annotated[bool, flag("Print the current state once, and exit.", "--once")] = False,
     as_json: Json = False,
 ) -> None:
-    """Watch a running job: ranks alive, what each waits for, age of the last durable step."""
+    """Watch a running job: ranks alive, what each waits for, age of the last durable step. Or the receivers of versions."""
     from aiockpt.tools.cli.live_view import follow, print_once
     from aiockpt.tools.cli.survey import open_place
 

@@ -117,6 +117,9 @@ def receive(
         option("A shell command for each; it gets AIOCKPT_VERSION, AIOCKPT_STEP, AIOCKPT_FOLDER.", "COMMAND", "--exec"),
     ] = None,
     name: Annotated[str | None, option("Name of this receiver; by default of host and folder.")] = None,
+    base: Annotated[
+        Path | None, option("A Hugging Face folder of this machine: what it has is not downloaded at first.", "FOLDER")
+    ] = None,
     once: Annotated[bool, flag("Exit when there is no newer version.", "--once")] = False,
     every: Annotated[float, option("Seconds between two looks for a new version.", min=0.1)] = 1.0,
 ) -> None:
@@ -125,7 +128,7 @@ def receive(
     from aiockpt.runtime.signals import Interrupted, ended_by_signals
 
     failed = False
-    versions = receive_versions(url, folder, name=name, every_s=every, follow=not once)
+    versions = receive_versions(url, folder, name=name, every_s=every, follow=not once, base=base)
     try:
         with ended_by_signals():
             for version in versions:
@@ -141,7 +144,10 @@ def receive(
                     ).returncode
                     if status:
                         failed = True
-                        show.problem(f"version {version.version}: the command ended with {status}")
+                        more = "" if once else "; it is tried again"
+                        show.problem(f"version {version.version}: the command ended with {status}{more}")
+                        if not once:
+                            version.again()
     except Interrupted as interruption:
         raise typer.Exit(128 + interruption.number) from None
     finally:
