@@ -343,6 +343,21 @@ TABLES = (
         ("peak, receiver", "apply_peak_bytes", "bytes"),
     ),
     _table(
+        "Bytes of a published step",
+        "deltas",
+        ("elements that change", "changed_fraction", "percent"),
+        ("of the weights", "delta_fraction", "percent"),
+        ("with headers", "delta_bytes", "bytes"),
+        ("beside by hand", "by_hand_ratio", "ratio"),
+    ),
+    _table(
+        "Publishing beside a training",
+        "publishing_steps",
+        ("a block of steps", "block_s", "both"),
+        ("published meanwhile", "published_count", "count"),
+        ("lost for each", "lost_s", "quartiles"),
+    ),
+    _table(
         "Copies to farther tiers",
         "promotion",
         ("mean step slowed: median (all)", "slowed_fraction", "signed"),

@@ -25,7 +25,7 @@ from tests.servers.chromium import why_not
 from tests.servers.seaweed import find_weed
 
 HERE = ["every", "beside", "calls", "watching", "promotion", "device", "peaks", "planning", "comparing", "gathering"]
-HERE += ["exchanges", "cadence"]
+HERE += ["exchanges", "cadence", "deltas", "publishing_steps"]
 PLACES = ["none", "folder", "folder, no limit", "bucket", "bucket, no limit", "bucket, weights"]
 PLACES += ["SeaweedFS here"] if find_weed() else []
 
@@ -40,7 +40,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[report.Report, str]:
 def test_every_scenario_has_its_rows_its_table_and_its_targets(here: tuple[report.Report, str]) -> None:
     found, printed = here
     rows = {name: list(rows) for name, rows in found.results.items()}
-    for name in ("every", "beside"):
+    for name in ("every", "beside", "deltas", "publishing_steps"):
         assert rows[name] == list(SCENARIOS[name].contenders)
     assert rows["promotion"] == PLACES
     assert rows["calls"] == rows["watching"] == ["8 tensors", "40 tensors"]
@@ -64,6 +64,7 @@ def test_what_is_measured_is_what_the_rows_say(here: tuple[report.Report, str]) 
     assert copied["folder"] > 8 << 20
     assert 0 < copied["bucket, weights"] < copied["bucket"] / 6
     assert found.results["every"]["aiockpt lazy"]["loop_s"].samples
+    assert all(0 < row["by_hand_ratio"].median <= 1.02 for row in found.results["deltas"].values())
     assert all(0 < row["beside_p50_s"].median <= row["beside_p99_s"].median for row in found.results["beside"].values())
     assert [row["pieces_count"].median for row in found.results["planning"].values()] == [20, 20, 80, 80]
     assert found.settings["every"] == {"batch": 4, "steps": 2}

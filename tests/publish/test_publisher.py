@@ -114,6 +114,20 @@ def test_windows_leave_room_for_what_is_cast_in_them(tmp_path: Path, dtype: str 
         assert ckpt.run_on_destination("look", window_bytes).result() == (1 << 20) // part
 
 
+def test_a_tensor_that_was_saved_in_columns_is_published_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_files, "WINDOW_BYTES", 4096)
+    whole = torch.arange(6000.0).view(100, 60)
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        for step in range(2):
+            columns = aiockpt.Shards((100, 60), {(0, at): whole[:, at : at + 30].contiguous() for at in (0, 30)})
+            ckpt.save(step, {"model": {"w": columns}}).result()
+            ckpt.publish(step, aiockpt.Publish(tmp_path / "pub", prefix="model")).result()
+            reader = OtherReader(tmp_path / "pub")
+            reader.pull(step)
+            assert reader.tensors["w"][2] == raw(whole)
+            whole[step::7] += 1
+
+
 def test_what_is_cast_in_many_windows_is_what_a_conversion_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
