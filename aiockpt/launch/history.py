@@ -15,7 +15,7 @@ import msgspec
 
 from aiockpt.format.document import described
 from aiockpt.launch.restart_policy import TrainerFailure
-from aiockpt.runtime.progress import LaunchFigures, ProgressRecord
+from aiockpt.runtime.progress import ProgressRecord, RestartFigures
 
 MONITOR = "monitor"
 _BEGINS = "launch-"
@@ -159,11 +159,11 @@ def effective(attempts: Sequence[NodeAttempt], lasted_s: float) -> float:
     return min(sum(attempt.counted_s for attempt in attempts) / lasted_s, 1.0) if lasted_s > 0 else 0.0
 
 
-def figures_of(launch: NodeRun) -> LaunchFigures:
+def figures_of(launch: NodeRun) -> RestartFigures:
     """Return what a launch tells its trainers."""
     *ended, now = launch.attempts
     last = ended[-1] if ended else now
-    return LaunchFigures(
+    return RestartFigures(
         restarts=Counter("another node" if each.failure is None else each.failure.kind for each in ended),
         notice_s=last.notice_s,
         decide_s=last.decide_s,

@@ -226,7 +226,7 @@ class Metrics:
         for name, of_time in _OF_TIME.items():
             self._metrics[name].set_function(partial(self._now, of_time))
         self._handlers = self._table()
-        to.register(_OfLaunch())
+        to.register(_RestartCollector())
 
     def read_statistics(self, statistics: Callable[[], Statistics]) -> None:
         """Read *statistics* whenever the registry is collected, as long as the checkpointer exists."""
@@ -337,7 +337,7 @@ def _age_s(queue: Mapping[int, int]) -> float:
     return max(((time.monotonic_ns() - since_ns) / 1e9 for since_ns in list(queue.values())), default=0.0)
 
 
-class _OfLaunch:
+class _RestartCollector:
     """A collector of what the launcher of this process tells (`aiockpt.launch`): of nothing, where there is none."""
 
     def collect(self) -> Iterator[Any]:

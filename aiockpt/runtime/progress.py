@@ -78,7 +78,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, kw_only=True):
     beside: str = ""
 
 
-class LaunchFigures(msgspec.Struct, frozen=True, kw_only=True):
+class RestartFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What the launcher tells its trainers of all starts on this node.
 
     Attributes:
@@ -99,7 +99,7 @@ class LaunchFigures(msgspec.Struct, frozen=True, kw_only=True):
     ettr: float = 0.0
 
 
-def write_figures(folder: Path, figures: LaunchFigures) -> None:
+def write_figures(folder: Path, figures: RestartFigures) -> None:
     """Tell the trainers, whose attempts have their folders in *folder*.
 
     Raises:
@@ -110,7 +110,7 @@ def write_figures(folder: Path, figures: LaunchFigures) -> None:
     temporary.replace(folder / FIGURES)
 
 
-def read_figures() -> LaunchFigures | None:
+def read_figures() -> RestartFigures | None:
     """Return what the launcher of this process tells; None without one, or before it tells anything."""
     if FOLDER in os.environ:
         with suppress(OSError, msgspec.DecodeError):
@@ -281,4 +281,4 @@ class ProgressReader:
             self._memory = None
 
 
-_figures = msgspec.json.Decoder(described(LaunchFigures))
+_figures = msgspec.json.Decoder(described(RestartFigures))

@@ -43,7 +43,7 @@ def test_a_killed_trainer_goes_on_with_no_step_lost(tmp_path: Path) -> None:
     assert "attempt 1 trains from step 6" in done.output
     assert "0 steps lost" in done.output
     told = (tmp_path / "figures-0").read_text()
-    assert told.startswith("LaunchFigures(restarts={'signal SIGKILL': 1}, notice_s="), told
+    assert told.startswith("RestartFigures(restarts={'signal SIGKILL': 1}, notice_s="), told
 
 
 def test_a_rank_that_holds_the_interpreter_is_named_and_restarted(tmp_path: Path) -> None:

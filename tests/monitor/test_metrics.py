@@ -18,7 +18,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.events import PublicationFailed, VersionPublished
 from aiockpt.monitor import Metrics, Scalars
 from aiockpt.monitor.metrics import RunTime
-from aiockpt.runtime.progress import FOLDER, LaunchFigures, write_figures
+from aiockpt.runtime.progress import FOLDER, RestartFigures, write_figures
 from aiockpt.runtime.world import OsFiles, World
 from tests.watch import Watch
 
@@ -260,7 +260,7 @@ def test_what_the_launcher_tells_is_counted(
     assert read("aiockpt_launch_effective_ratio") is None, "it has told nothing yet"
     took = {"notice_s": 1.0, "decide_s": 2.0, "restart_s": 3.0, "first_step_s": 4.0}
     restarts = {"hang": 2, "signal SIGKILL": 1}
-    write_figures(tmp_path, LaunchFigures(restarts=restarts, lost_steps=5, lost_s=6.0, ettr=0.7, **took))
+    write_figures(tmp_path, RestartFigures(restarts=restarts, lost_steps=5, lost_s=6.0, ettr=0.7, **took))
     assert [read("aiockpt_launch_restarts", {"reason": why}) for why in restarts] == [2, 1]
     phases = ("notice", "decide", "restart", "first_step")
     assert [read("aiockpt_launch_seconds", {"phase": phase}) for phase in phases] == [1, 2, 3, 4]

@@ -53,8 +53,3 @@ class Rewind(msgspec.Struct, frozen=True, kw_only=True, metaclass=KeywordsChecke
             refuse_value("Rewind", "skip", self.skip, "'bad', 'all' or None")
         if self.on_rewind is not None and not callable(self.on_rewind):
             refuse_value("Rewind", "on_rewind", self.on_rewind, "a function of one aiockpt.events.Rewound")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The metrics that are looked at."""
-        return tuple(dict.fromkeys([*self.finite, *([] if self.spike is None else [self.loss])]))

@@ -42,14 +42,13 @@ class RecoveryJob(msgspec.Struct, frozen=True):
         folder: of the demo.
         memory: of this host.
         host: its number, among all that there ever were.
-        steps: of the optimizer; a copy is on the disk after *every* of them.
+        steps: of the optimizer.
     """
 
     folder: str
     memory: str
     host: int
     steps: int
-    every: int = 10
 
 
 class EventLines:
@@ -105,7 +104,7 @@ def main() -> None:
         return loss * float("nan") if _is_to_fail(faults / "gradient", rank) else loss
 
     train_recovering.train(
-        [aiockpt.Tier(PeerBackend(RUN, mount=job.memory)), aiockpt.Tier(disk, every=job.every)],
+        [aiockpt.Tier(PeerBackend(RUN, mount=job.memory)), aiockpt.Tier(disk, every=10)],
         epochs=1,
         size=SIZE,
         samples=job.steps * SIZE.batch * distributed.get_world_size(),
