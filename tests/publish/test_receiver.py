@@ -259,6 +259,21 @@ def test_a_receiver_that_died_while_it_made_other_files_leaves_no_index_of_the_o
     assert in_folder(version.folder).keys() == {"weight", "bias"}
 
 
+def test_a_receiver_follows_a_place_that_is_begun_anew(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    with aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02) as versions:
+        following = iter(versions)
+        assert next(following).version == 0
+        publish(tmp_path / "run", tmp_path / "pub", 1)
+        assert next(following).version == 1
+        publish(tmp_path / "other", tmp_path / "anew", 5, 6, 7)
+        (tmp_path / "pub").rename(tmp_path / "old")
+        (tmp_path / "anew").rename(tmp_path / "pub")
+        version = next(following)
+        assert (version.version, version.step) == (2, 7)
+        assert are_of(in_folder(version.folder), 7)
+
+
 def test_another_model_gets_another_folder_layout(tmp_path: Path) -> None:
     publish(tmp_path / "run", tmp_path / "pub", 0)
     assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
