@@ -53,7 +53,7 @@ class Trainers:
         place = find_place(self._read_new(self._paths[rank].with_suffix(".stacks")))
         proc = f"/proc/{record.pid}"
         return StackSample(
-            place=place or (f"no answer; the kernel says {_read(f'{proc}/stat').rpartition(')')[2][1:2] or 'gone'}",),
+            place=place or (f"no answer; the kernel says {_find(f'{proc}/status', 'State') or 'gone'}",),
             cpu_s=_cpu_s(record.pid),
             moved_bytes=_sum(f"{proc}/io", "rchar", "wchar"),
             wakes=_sum(f"{proc}/status", "voluntary_ctxt_switches"),
@@ -145,6 +145,12 @@ def _sum(path: str, *names: str) -> int:
     """Return the sum of some numbers of a file of lines ``name: number``."""
     lines = (line.partition(":") for line in _read(path).splitlines())
     return sum(int(value) for name, _, value in lines if name in names)
+
+
+def _find(path: str, name: str) -> str:
+    """Return the value of a line ``name: value``."""
+    lines = (line.partition(":") for line in _read(path).splitlines())
+    return next((value.strip() for key, _, value in lines if key == name), "")
 
 
 def _read(path: str) -> str:

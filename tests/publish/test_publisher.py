@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from aiockpt.events import PublicationFailed, VersionPublished
 from aiockpt.publish import step_weights, version_files
 from aiockpt.publish.form import DECISION
 from aiockpt.publish.step_weights import open_weights_of
+from aiockpt.publish.versions import Versions
+from aiockpt.runtime.world import OsFiles, World
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.publish.other_reader import OtherReader
 from tests.publish.policy import Policy, are_of, in_folder, publish, received, saved, state_of, weights_of
@@ -361,6 +364,43 @@ def test_hidden_folders_of_dead_publishers_are_removed(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- beside a run
+
+
+def test_the_name_of_a_version_is_flushed_before_it_counts_as_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "run", 0)
+    flushed: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        folder = tmp_path / "pub"
+        if Path(f"/proc/self/fd/{fd}").readlink() == folder:
+            flushed.append(("pub", (folder / "weight_v000000").exists()))
+        fsync(fd)
+
+    monkeypatch.setattr(OsFiles, "fsync", staticmethod(note))
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    assert ("pub", True) in flushed
+
+
+async def test_a_version_in_a_store_is_removed_index_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a removal that was killed leaves is no version."""
+    place = MemoryBackend("removed")
+    async with small_checkpointer(tmp_path / "run") as ckpt:
+        await ckpt.save(0, state_of(0))
+        await ckpt.publish(0, place)
+    deleted: list[list[str]] = []
+    delete = place.delete
+
+    async def note(keys: Sequence[str]) -> None:
+        deleted.append(list(keys))
+        await delete(keys)
+
+    monkeypatch.setattr(place, "delete", note)
+    await Versions(place, World()).remove(["weight_v000000"])
+    assert deleted[0] == ["weight_v000000/model.safetensors.index.json"]
+    assert not (await place.list("weight_v000000")).objects
 
 
 def test_each_committed_step_is_published_and_the_last_one_before_the_end(tmp_path: Path) -> None:

@@ -125,10 +125,8 @@ def test_what_is_damaged_or_torn_is_found_and_made_anew(tmp_path: Path) -> None:
     assert received(tmp_path / "pub", tmp_path / "got") == [(3, 3)]
 
 
-def test_a_tensor_torn_in_mid_update_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish(tmp_path / "run", tmp_path / "pub", 0)
-    assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
-    publish(tmp_path / "run", tmp_path / "pub", 1)
+def tear_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the next update fail in the middle of a tensor, once."""
     read = FrameReader.read
     monkeypatch.setattr("aiockpt.publish.frames.RUN_BYTES", 1024)
 
@@ -140,6 +138,24 @@ def test_a_tensor_torn_in_mid_update_is_made_anew(tmp_path: Path, monkeypatch: p
 
     reads: list[int] = []
     monkeypatch.setattr(FrameReader, "read", fail_later)
+
+
+def test_a_receiver_that_goes_on_makes_anew_what_it_has_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    with aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02) as versions:
+        following = iter(versions)
+        assert next(following).version == 0
+        tear_a_tensor(monkeypatch)
+        publish(tmp_path / "run", tmp_path / "pub", 1)
+        assert next(following).version == 1
+        assert are_of(in_folder(tmp_path / "got"), 1)
+
+
+def test_a_tensor_torn_in_mid_update_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
+    publish(tmp_path / "run", tmp_path / "pub", 1)
+    tear_a_tensor(monkeypatch)
     with pytest.raises(CorruptionError, match="in the middle"):
         received(tmp_path / "pub", tmp_path / "got")
     assert not (tmp_path / "got" / "model.safetensors.index.json").exists()
@@ -264,6 +280,21 @@ def test_a_receiver_that_died_while_it_made_other_files_leaves_no_index_of_the_o
             list(aiockpt.receive(tmp_path / "pub", tmp_path / "got", follow=False))
     (version,) = aiockpt.receive(tmp_path / "pub", tmp_path / "got", follow=False)
     assert in_folder(version.folder).keys() == {"weight", "bias"}
+
+
+def test_a_receiver_follows_a_place_that_is_begun_anew(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    with aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02) as versions:
+        following = iter(versions)
+        assert next(following).version == 0
+        publish(tmp_path / "run", tmp_path / "pub", 1)
+        assert next(following).version == 1
+        publish(tmp_path / "other", tmp_path / "anew", 5, 6, 7)
+        (tmp_path / "pub").rename(tmp_path / "old")
+        (tmp_path / "anew").rename(tmp_path / "pub")
+        version = next(following)
+        assert (version.version, version.step) == (2, 7)
+        assert are_of(in_folder(version.folder), 7)
 
 
 def test_another_model_gets_another_folder_layout(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
 
 import aiockpt
+from aiockpt.errors import BadStepError
 from aiockpt.events import Rewound
 from aiockpt.monitor import TraceFile
 from aiockpt.monitor.findings import find_problems
@@ -123,6 +124,26 @@ def test_a_second_rewind_to_the_same_step_forgets_no_skip(tmp_path: Path) -> Non
     with small_checkpointer(tmp_path, every=7, rewind=aiockpt.Rewind()) as ckpt:
         go(ckpt, run, bad_at(20, 24))
     assert run.trained == evens(20, 24)
+
+
+def test_a_bad_batch_behind_a_bad_batch_is_left_out_too(tmp_path: Path) -> None:
+    """It has the number of the step before it, and that one's place is not taken for its own."""
+    run = Run()
+    with small_checkpointer(tmp_path, every=1, rewind=aiockpt.Rewind()) as ckpt:
+        go(ckpt, run, bad_at(20, 22))
+    assert run.trained == evens(20, 22)
+
+
+def test_a_step_that_was_saved_with_bad_numbers_is_no_way_back(tmp_path: Path) -> None:
+    state = {"weight": torch.zeros(3)}
+    with small_checkpointer(tmp_path, every=1, screen="finite") as ckpt:
+        for step in range(3):
+            state["weight"].fill_(NAN if step == 2 else step)
+            ckpt.step(step, state)
+    with small_checkpointer(tmp_path, every=1, rewind=aiockpt.Rewind(skip=None)) as ckpt:
+        assert ckpt.load(state, 2).result().step == 2  # type: ignore[union-attr]
+        assert ckpt.advance(3, state, metrics={"loss": NAN}) == 2
+        assert state["weight"].tolist() == [1, 1, 1]
 
 
 def test_a_way_back_to_before_an_earlier_rewind_forgets_no_skip(tmp_path: Path) -> None:
@@ -391,6 +412,22 @@ def test_a_metric_on_a_device_is_looked_at_when_it_is_there(tmp_path: Path) -> N
         assert ckpt.advance(3, state, metrics={"loss": losses[3]}) == 1
         # What was seen of the steps behind the bad one is forgotten.
         assert ckpt.advance(1, state, metrics={"loss": 1.0}) == 2
+
+
+def test_a_save_by_hand_waits_for_what_a_device_has_not_told_yet(tmp_path: Path) -> None:
+    twin = TwinAccelerator("early")
+    loss = torch.ones(())
+    twin.place([loss])
+    twin.compute(lambda: loss.fill_(NAN))
+    state = {"weight": torch.zeros(3)}
+    with small_checkpointer(
+        tmp_path, every=10, rewind=aiockpt.Rewind(skip=None), world=World(accelerator=twin)
+    ) as ckpt:
+        assert ckpt.advance(0, state, metrics={"loss": 1.0}) == 1
+        assert ckpt.advance(1, state, metrics={"loss": loss}) == 2
+        with pytest.raises(BadStepError, match="step 2 is not saved: step 1 is bad"):
+            ckpt.save(2, state).result()
+        assert ckpt.advance(2, state, metrics={"loss": 1.0}) == 1
 
 
 # ------------------------------------------------------------------ what is refused, and told

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from aiockpt import Checkpointer, Rewind
 from aiockpt.events import Committed, NotFiniteFound
 from aiockpt.launch.trainers import Trainers, find_place
 from aiockpt.runtime import progress
-from aiockpt.runtime.progress import FOLDER, ProgressReader, ProgressWriter, find_progress, rank_path
+from aiockpt.runtime.progress import FOLDER, ProgressReader, ProgressRecord, ProgressWriter, find_progress, rank_path
 from tests.run_python import run_python
 from tests.watch import until
 
@@ -193,3 +194,12 @@ Stack (most recent call first):
 
 def _env(folder: Path) -> dict[str, str]:
     return {**os.environ, FOLDER: str(folder), "RANK": "0"}
+
+
+def test_a_process_that_does_not_answer_is_shown_as_the_kernel_sees_it(tmp_path: Path) -> None:
+    record = ProgressRecord(pid=os.getpid(), thread=1)
+    here = Trainers(tmp_path, (0,)).sample({0: record})[0].place
+    gone = Trainers(tmp_path, (0,)).sample({0: msgspec.structs.replace(record, pid=2**22 + 1)})[0].place
+    assert here[0].startswith("no answer; the kernel says ")
+    assert here[0].endswith(")")
+    assert gone == ("no answer; the kernel says gone",)
