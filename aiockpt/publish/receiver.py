@@ -64,7 +64,6 @@ class VersionReceiver:
         self._backend = open_backend(url, world=world)
         self._is_lent = self._backend is url
         self._copy = LocalCopy(path)
-        self._is_following = follow
         self._loop: LoopThread | None = None
         with made_for_the_loop():
             self._reception = Reception(
@@ -115,7 +114,7 @@ class VersionReceiver:
             raise UsageError("this receiver was used already: call receive() again")
         self._copy.open()
         self._loop = LoopThread("aiockpt-receive", self.close)
-        self._following = self._loop.submit(self._reception.follow) if self._is_following else None
+        self._running = self._loop.submit(self._reception.run)
 
     def _next(self) -> Future[ReceivedVersion | None]:
         assert self._loop is not None
@@ -128,8 +127,7 @@ class VersionReceiver:
         loop = self._loop
         if loop is None or not loop.usable:
             return
-        if self._following is not None:
-            self._following.cancel()
+        self._running.cancel()
         try:
             loop.submit(self._end).result()
         finally:
