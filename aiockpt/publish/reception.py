@@ -63,7 +63,6 @@ class Reception:
         self._backend = backend
         self._copy = copy
         self._name = name
-        self._world = world
         self._every_s = every_s
         self._follow = follow
         self._base = base
@@ -72,12 +71,15 @@ class Reception:
         self._updater = Updater(copy, self._downloads, backend)
         self._newest: VersionIndex | None = None
         self.at: tuple[int, str] = (-1, "")
-        self._step = self._needs = -1
+        self._step = self._least = -1
         self._is_begun = self._is_dirty = self._is_refused = False
         self._refused_s = 0.0
         self._broken: BaseException | None = None
         self._looking = anyio.Lock()
         self._news = anyio.Event()
+
+    def __repr__(self) -> str:
+        return f"{self._name} of {self._backend.url} in {self._copy.path}"
 
     async def run(self) -> None:
         """Look for versions, download what follows, and renew the note, until cancelled."""
@@ -94,7 +96,7 @@ class Reception:
     async def _renew(self) -> None:
         while True:
             await anyio.sleep(RENEW_S)
-            await self._note(self._needs)
+            await self._note(self._least)
 
     async def _look_again_and_again(self) -> None:
         wait_s = self._every_s
@@ -112,7 +114,7 @@ class Reception:
         return wait_s
 
     async def _note(self, needs: int) -> None:
-        self._needs = needs
+        self._least = needs
         await write_note(self._backend, self._name, self.at[0], self._step, needs)
 
     async def _look(self) -> None:
