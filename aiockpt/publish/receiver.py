@@ -30,6 +30,7 @@ from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.world import World
 from aiockpt.session.checkpointer import Place
 from aiockpt.storage.address import parse_address
+from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -41,42 +42,11 @@ class VersionReceiver:
     It ends with the loop. After an error in the loop's body, with the program; at once as ``with`` or ``async with``.
     """
 
-    def __init__(
-        self,
-        url: Place,
-        folder: str | os.PathLike[str],
-        name: str | None,
-        *,
-        every_s: float,
-        follow: bool,
-        base: str | os.PathLike[str] | None,
-    ) -> None:
-        address = parse_address(folder)
-        if address.scheme != "file":
-            raise UsageError(f"receive() into {folder}: name a folder of this machine, such as /dev/shm/policy")
-        path = Path(os.path.abspath(address.text))
-        name = _default_name(path) if name is None else name
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise UsageError(f"{name!r} names no receiver: use letters, digits, '.', '_' and '-', as in rollout-3")
-        check_amount("receive", "every_s", every_s, " seconds")
-        load_zstd()
-        world = World()
-        self._backend = open_backend(url, world=world)
-        self._is_lent = self._backend is url
-        self._copy = LocalCopy(path)
-        self._is_following = follow
+    def __init__(self, reception: Reception, copy: LocalCopy, opened: Backend | None) -> None:
+        self._reception = reception
+        self._copy = copy
+        self._opened = opened
         self._loop: LoopThread | None = None
-        with made_for_the_loop():
-            self._reception = Reception(
-                self._backend,
-                self._copy,
-                name,
-                world,
-                every_s=every_s,
-                follow=follow,
-                base=None if base is None else Path(base),
-            )
-        self._text = f"{name} of {self._backend.url} in {path}"
 
     def __iter__(self) -> Generator[ReceivedVersion]:
         refuse_in_event_loop("a plain `for`", "write `async for`")
@@ -115,7 +85,7 @@ class VersionReceiver:
             raise UsageError("this receiver was used already: call receive() again")
         self._copy.open()
         self._loop = LoopThread("aiockpt-receive", self.close)
-        self._following = self._loop.submit(self._reception.follow) if self._is_following else None
+        self._running = self._loop.submit(self._reception.run)
 
     def _next(self) -> Future[ReceivedVersion | None]:
         assert self._loop is not None
@@ -128,8 +98,7 @@ class VersionReceiver:
         loop = self._loop
         if loop is None or not loop.usable:
             return
-        if self._following is not None:
-            self._following.cancel()
+        self._running.cancel()
         try:
             loop.submit(self._end).result()
         finally:
@@ -142,11 +111,11 @@ class VersionReceiver:
 
     async def _end(self) -> None:
         await self._reception.end()
-        if not self._is_lent:
-            await self._backend.close()
+        if self._opened is not None:
+            await self._opened.close()
 
     def __repr__(self) -> str:
-        return f"<VersionReceiver {self._text}>"
+        return f"<VersionReceiver {self._reception}>"
 
 
 def _default_name(path: Path) -> str:
@@ -183,4 +152,17 @@ def receive(
             iterated, another process keeps the folder.
         CorruptionError, StorageError: without *follow*; else they are logged, and tried again.
     """
-    return VersionReceiver(url, folder, name, every_s=every_s, follow=follow, base=base)
+    address = parse_address(folder)
+    if address.scheme != "file":
+        raise UsageError(f"receive() into {folder}: name a folder of this machine, such as /dev/shm/policy")
+    path = Path(os.path.abspath(address.text))
+    name = _default_name(path) if name is None else name
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} names no receiver: use letters, digits, '.', '_' and '-', as in rollout-3")
+    check_amount("receive", "every_s", every_s, " seconds")
+    load_zstd()
+    backend, copy = open_backend(url, world=(world := World())), LocalCopy(path)
+    base = None if base is None else Path(base)
+    with made_for_the_loop():
+        reception = Reception(backend, copy, name, world, every_s=every_s, follow=follow, base=base)
+    return VersionReceiver(reception, copy, None if backend is url else backend)

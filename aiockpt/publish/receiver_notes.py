@@ -6,7 +6,6 @@ Guarantee: a note counts for `LIVES_S` seconds after its last renewal, by the st
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from contextlib import suppress
 
@@ -38,12 +37,11 @@ class ReceiverNote(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     needs: int
     host: str = ""
-    pid: int = 0
 
 
 async def write_note(backend: Backend, name: str, version: int, step: int, needs: int) -> None:
     """Write or renew the note of a receiver; not in a place that can only be read."""
-    note = ReceiverNote(name=name, version=version, step=step, needs=needs, host=socket.gethostname(), pid=os.getpid())
+    note = ReceiverNote(name=name, version=version, step=step, needs=needs, host=socket.gethostname())
     try:
         await backend.put(f"{FOLDER}/{name}.json", msgspec.json.encode(note))
     except CheckpointError as error:

@@ -24,6 +24,7 @@ from aiockpt.publish.update_plan import UpdatePlan, plan_update
 from aiockpt.publish.updater import Updater
 from aiockpt.publish.version_chain import VersionChain
 from aiockpt.publish.versions import Versions
+from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 
@@ -62,7 +63,6 @@ class Reception:
         self._backend = backend
         self._copy = copy
         self._name = name
-        self._world = world
         self._every_s = every_s
         self._follow = follow
         self._base = base
@@ -71,24 +71,35 @@ class Reception:
         self._updater = Updater(copy, self._downloads, backend)
         self._newest: VersionIndex | None = None
         self.at: tuple[int, str] = (-1, "")
-        self._step = -1
+        self._step = self._least = -1
         self._is_begun = self._is_dirty = self._is_refused = False
         self._refused_s = 0.0
         self._broken: BaseException | None = None
         self._looking = anyio.Lock()
         self._news = anyio.Event()
 
-    async def follow(self) -> None:
+    def __repr__(self) -> str:
+        return f"{self._name} of {self._backend.url} in {self._copy.path}"
+
+    async def run(self) -> None:
         """Look for versions, download what follows, and renew the note, until cancelled."""
         try:
-            await self._follow_on()
+            async with open_tasks() as tasks:
+                tasks.start_soon(self._renew)
+                if self._follow:
+                    tasks.start_soon(self._look_again_and_again)
         except BaseException as error:
             self._broken = error
             self._news.set()
             raise
 
-    async def _follow_on(self) -> None:
-        wait_s, since_note_s = self._every_s, 0.0
+    async def _renew(self) -> None:
+        while True:
+            await anyio.sleep(RENEW_S)
+            await self._note(self._least)
+
+    async def _look_again_and_again(self) -> None:
+        wait_s = self._every_s
         while True:
             try:
                 await self._look()
@@ -96,10 +107,6 @@ class Reception:
             except CheckpointError as error:
                 wait_s = self._put_off("the place cannot be read now", error, wait_s)
             await anyio.sleep(wait_s)
-            since_note_s += wait_s
-            if since_note_s > RENEW_S:
-                since_note_s = 0.0
-                await self._note(self.at[0])
 
     def _put_off(self, what: str, error: CheckpointError, wait_s: float) -> float:
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
@@ -107,6 +114,7 @@ class Reception:
         return wait_s
 
     async def _note(self, needs: int) -> None:
+        self._least = needs
         await write_note(self._backend, self._name, self.at[0], self._step, needs)
 
     async def _look(self) -> None:

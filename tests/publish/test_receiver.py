@@ -410,6 +410,27 @@ def test_a_receiver_notes_where_it_is_until_it_ends(tmp_path: Path) -> None:
     assert not note.exists()
 
 
+@pytest.mark.parametrize("follow", [True, False])
+async def test_the_note_is_renewed_during_a_long_download_and_keeps_what_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, follow: bool
+) -> None:
+    monkeypatch.setattr(reception, "RENEW_S", 0.02)
+    await anyio.to_thread.run_sync(publish, tmp_path / "run", tmp_path / "pub", 0, 1)
+    place = FaultyBackend(LocalBackend(tmp_path / "pub"), [Fault(do="hang", verb="open", at=3)])
+    receiver = aiockpt.receive(place, tmp_path / "got", name="r", every_s=0.02, follow=follow)
+    note = tmp_path / "pub" / "receivers" / "r.json"
+
+    def renewed() -> bool:
+        return note.exists() and json.loads(note.read_text())["needs"] == 0
+
+    async with receiver, anyio.create_task_group() as tasks:
+        tasks.start_soon(anext, aiter(receiver))
+        for _ in range(3):
+            await anyio.to_thread.run_sync(until, renewed, "the note, which says that version 0 is read")
+            note.unlink()
+        tasks.cancel_scope.cancel()
+
+
 async def test_it_is_iterated_once_and_ends_in_an_event_loop(tmp_path: Path) -> None:
     await anyio.to_thread.run_sync(publish, tmp_path / "run", tmp_path / "pub", 0)
     receiver = aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02)
