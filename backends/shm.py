@@ -170,7 +170,7 @@ class ShmFiles:
 
     def __init__(self, files: Files, root: str) -> None:
         self._files, self._root = files, root
-        self._can_tell = True
+        self._has_leases = True
         self.sizes: dict[str, int] = {}
         self.writes = False
 
@@ -195,7 +195,7 @@ class ShmFiles:
         """Remove a name; a large file that has no other one becomes a spare."""
         self.writes, found = True, self._files.lstat(path)
         is_large = stat.S_ISREG(found.st_mode) and found.st_size >= LEAST_SPARE_BYTES
-        if not (is_large and found.st_nlink == 1 and self._can_tell):
+        if not (is_large and found.st_nlink == 1 and self._has_leases):
             self._files.unlink(path)
             return
         attempt = os.path.basename(os.path.dirname(os.path.dirname(path)))
@@ -210,7 +210,8 @@ class ShmFiles:
             for name in self._spares():
                 if name.startswith(f"{SPARE}{size}.") and (fd := self._take(name, path)) is not None:
                     return fd
-            if self.spare_bytes() and size > min(self._free_bytes(), available_bytes()):
+            found = self._files.statvfs(self._root)
+            if size > min(found.f_bavail * found.f_frsize, available_bytes()):
                 self.drop_spares()
         return self._files.open(path, flags, mode)
 
@@ -247,7 +248,7 @@ class ShmFiles:
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         except OSError as error:
-            self._can_tell = error.errno == errno.EAGAIN
+            self._has_leases = error.errno == errno.EAGAIN
             return False
         return True
 
@@ -268,7 +269,3 @@ class ShmFiles:
         except (FileNotFoundError, NotADirectoryError):
             return []
         return [name for name in names if name.startswith((SPARE, TAKEN))]
-
-    def _free_bytes(self) -> int:
-        found = self._files.statvfs(self._root)
-        return found.f_bavail * found.f_frsize
