@@ -98,7 +98,8 @@ class MetricWatch:
 
     def __init__(self, policy: Rewind, accelerator: Callable[[], Accelerator], rank: int) -> None:
         self._policy, self._accelerator, self._rank = policy, accelerator, rank
-        self.names = dict.fromkeys([*policy.finite, *([] if policy.spike is None else [policy.loss])])
+        names = [*policy.finite, *([] if policy.spike is None else [policy.loss])]
+        self.names: list[str] = list(dict.fromkeys(names))
         self._window = None if policy.spike is None else LossWindow(policy.spike, policy.window)
         self._pending: deque[tuple[int, str, torch.Tensor, DeviceEvent]] = deque()
 
