@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from aiockpt.engine.job import Round, RoundName
 from aiockpt.errors import RankTimeoutError
+from aiockpt.runtime.notes import Lookout
 from aiockpt.state.shards import ShardedState
 
 if TYPE_CHECKING:
@@ -81,6 +82,10 @@ class Coordinator(Protocol):
             failed: whether others may wait for it. Then this does not wait.
         """
         return
+
+    def make_lookout(self, what: str, deadline_s: float) -> Lookout | None:
+        """Return what ends a wait for *what* of other ranks once they have gone; on the loop. None without other ranks."""
+        return None
 
     # ------------------------------------------------------------------ on the loop: what follows saves into several places
 

@@ -5,6 +5,7 @@ Guarantees: no call blocks longer than some milliseconds, and a folder that cann
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -43,6 +44,8 @@ WRITTEN_APART_S = 60.0
 """The history of a run without events: its effective time goes on."""
 SHOWN_AFTER = 3
 """Samples before people are told what a stall looks like."""
+SHARED, ORPHAN_S = "aiockpt-run-", 60.0
+"""Prefix of the folders that launchers share with their trainers, and locked; the age from which one without a lock is left over."""
 Agree = Callable[[bool], bool]
 
 
@@ -69,7 +72,10 @@ class NodeWatch:
         self._decider = RestartPolicy()
         self._began_s = self._started_s = time.monotonic()
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self._shared = Path(tempfile.mkdtemp(prefix="aiockpt-run-", dir=memory))
+        self._shared = Path(tempfile.mkdtemp(prefix=SHARED, dir=memory))
+        self._lock = os.open(self._shared, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        remove_orphans(self._shared.parent)
         self._trainers = Trainers(self._shared, ())
         self._records: dict[int, ProgressRecord] = {}
         self._timeline = Timeline()
@@ -128,6 +134,7 @@ class NodeWatch:
         self._trainers.close()
         os.environ.pop(FOLDER, None)
         shutil.rmtree(self._shared, ignore_errors=True)
+        os.close(self._lock)
 
     @property
     def _attempt(self) -> NodeAttempt:
@@ -138,7 +145,9 @@ class NodeWatch:
         self._read()
         attempt, records = self._attempt, self._records.values()
         attempt.lasted_s, attempt.failure = now_s - self._started_s, failure
-        last_s = max((record.mark_s for record in records), default=0.0)
+        # What the others did after one had ended is no progress.
+        ended = None if failure is None or failure.kind == "hang" else self._records.get(failure.rank)
+        last_s = max((record.mark_s for record in (records if ended is None else [ended])), default=0.0)
         attempt.decide_s = attempt.notice_s = now_s - last_s if last_s and failure is not None else 0.0
         if self._stall is not None and failure is not None:
             attempt.notice_s = self._stall.quiet_s
@@ -295,3 +304,17 @@ class NodeWatch:
         if self.launch.attempts and not self._attempt.lasted_s:
             close_attempt(self._attempt, self._timeline)
         self.launch.ettr = effective(self.launch.attempts, self.launch.lasted_s)
+
+
+def remove_orphans(parent: Path) -> None:
+    """Remove what killed launchers of this user have left in *parent*: the lock of a process ends with it."""
+    for folder in parent.glob(f"{SHARED}*"):
+        with suppress(OSError):
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                found = os.fstat(fd)
+                if found.st_uid == os.geteuid() and found.st_mtime < time.time() - ORPHAN_S:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(fd)

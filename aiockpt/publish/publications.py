@@ -4,6 +4,7 @@ Guarantees:
 
 - A publication never holds up a save, and its failure never fails one: in the background it is logged and emitted.
 - While a version is written, committed steps wait, and the newest of them is published next.
+- What storage has refused is tried again, unless a newer step is due: who rolls out may wait for it, and training for them.
 - When the checkpointer is closed in order, the last committed step is published first. After a kill before that, the next
   resume publishes it: who rolls out for a trainer may need it for the trainer to go on.
 """
@@ -11,6 +12,7 @@ Guarantees:
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 
@@ -20,7 +22,7 @@ from anyio.abc import TaskStatus
 from aiockpt.engine.alone import Destination
 from aiockpt.engine.context import Engine
 from aiockpt.engine.submit import check_step
-from aiockpt.errors import CheckpointError, StepNotFoundError
+from aiockpt.errors import CheckpointError, StepNotFoundError, StorageError
 from aiockpt.events import Committed, Event, PublicationFailed, VersionPublished
 from aiockpt.futures import Future
 from aiockpt.places.readers.hold import holding
@@ -35,6 +37,9 @@ from aiockpt.runtime.world import Loop
 from aiockpt.storage.backend import Backend
 
 logger = logging.getLogger("aiockpt")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+"""Before a publication that storage has refused is tried again: at first, and at most."""
 
 
 class Publications:
@@ -137,6 +142,7 @@ class _Follower:
         self._publisher = publisher
         self.every = every
         self._due: int | None = None
+        self._refused: int | None = None
         self._is_ending = False
         with made_for_the_loop():
             self._news = anyio.Event()
@@ -153,12 +159,15 @@ class _Follower:
 
     async def run(self) -> None:
         """Publish what is due until `end`, and then what is left."""
+        pause_s = FIRST_PAUSE_S
         while not self._is_ending or self._due is not None:
-            await self._news.wait()
+            with anyio.move_on_after(math.inf if self._refused is None else pause_s):
+                await self._news.wait()
             self._news = anyio.Event()
-            if self._due is not None:
-                step, self._due = self._due, None
+            step, self._due, self._refused = self._refused if self._due is None else self._due, None, None
+            if step is not None:
                 await self._publish(step)
+            pause_s = FIRST_PAUSE_S if self._refused is None else min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def end(self) -> None:
         """Let `run` end when all that is due is published."""
@@ -170,6 +179,9 @@ class _Follower:
             await self._publications.publish_with(self._publisher, step, False)
         except StepNotFoundError as error:  # retention was faster; the newer step follows
             logger.info("step %d is not published: %s", step, error)
+        except StorageError as error:
+            self._refused = step
+            logger.error("step %d is not published; it is tried again, or a newer one is: %s", step, error)
         except CheckpointError as error:
             logger.error("step %d is not published: %s", step, error)
         except Exception:

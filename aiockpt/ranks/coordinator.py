@@ -15,11 +15,12 @@ from aiockpt.engine.context import Engine, Place
 from aiockpt.engine.job import RoundName, SaveJob
 from aiockpt.futures import SaveResult
 from aiockpt.options import Options
+from aiockpt.ranks.membership import Waiting
 from aiockpt.ranks.rounds import TELL_DEADLINE_S, RoundNotes, Rounds
 from aiockpt.ranks.save import abort_attempt, save_with_ranks
 from aiockpt.ranks.storage_fallback import StorageFallback, Visibility, receive_or_find
 from aiockpt.runtime.incarnation import Incarnation
-from aiockpt.runtime.notes import NoteBoard, StoreLostError
+from aiockpt.runtime.notes import Lookout, NoteBoard, StoreLostError
 from aiockpt.runtime.relay import RelayedStore
 from aiockpt.runtime.world import Loop
 from aiockpt.state.shards import ShardedState
@@ -116,6 +117,10 @@ class RankCoordinator:
             if not failed:
                 with suppress(TimeoutError):
                     telling.result(TELL_DEADLINE_S)
+
+    def make_lookout(self, what: str, deadline_s: float) -> Lookout:
+        """Return what ends a wait for *what* of other ranks once they have gone."""
+        return Waiting(self.rounds.members, "", what, deadline_s).silent
 
     def visibility(self, place: Place) -> Visibility:
         """Return the check whether all ranks see *place*, the same object each time."""

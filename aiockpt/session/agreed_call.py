@@ -5,7 +5,8 @@ What is done in that call is the caller's: the run ends (`aiockpt.session.preemp
 thread of a rank writes its notes, whatever its main thread is doing. Guarantees:
 
 - All ranks act in the same call, or learn that another rank did not answer in time.
-- A rank waits in a call only until the loop threads of all have answered: never for the training of another.
+- A rank waits in a call only until the loop threads of all have answered: never for the training of another, and not for one
+  that has gone.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import TypeVar
 import anyio
 
 from aiockpt.errors import RankError
-from aiockpt.runtime.notes import NoteBoard
+from aiockpt.runtime.notes import Lookout, NoteBoard
 
 N = TypeVar("N")
 D = TypeVar("D")
+MakeLookout = Callable[[str, float], Lookout | None]
 POLL_S, POLL_OF_A_RANK_S = 0.2, 0.001
 """Seconds between two polls for a notice, through the whole run: the more ranks, the more rarely each polls."""
 GOODBYE_S = 5.0
@@ -31,13 +33,14 @@ class CallNotes:
 
     Args:
         board: of its own; it is not named before `begin`.
+        make_lookout: returns what ends a wait for ranks that have gone; of what is agreed on, in words, and the deadline.
 
     Attributes:
         leads: whether this rank decides.
     """
 
-    def __init__(self, board: NoteBoard) -> None:
-        self.board = board
+    def __init__(self, board: NoteBoard, make_lookout: MakeLookout) -> None:
+        self.board, self._make_lookout = board, make_lookout
         self.leads = board.rank == 0
         self._begun = False
         self._pause_s = max(POLL_S, POLL_OF_A_RANK_S * board.world_size)
@@ -81,13 +84,13 @@ class CallNotes:
         Raises:
             RankError: rank 0 has not answered; longer than *deadline_s* seconds, for it decides also after its deadline.
         """
-        board = self.board
+        board, lookout = self.board, self._make_lookout(f"the agreement {what}", deadline_s)
         await board.post(f"{round_key}at/{board.rank}", calls)
         if not self.leads:
-            return await board.wait(f"{round_key}decision", kind, deadline_s + GOODBYE_S, what)
+            return await board.wait(f"{round_key}decision", kind, deadline_s + GOODBYE_S, what, lookout=lookout)
         keys = {rank: f"{round_key}at/{rank}" for rank in range(board.world_size)}
         try:
-            positions = await board.gather(keys, int, deadline_s, "how far the ranks are")
+            positions = await board.gather(keys, int, deadline_s, "how far the ranks are", lookout)
             decision = decide(max(positions.values()) + 1, "")
         except RankError as error:
             decision = decide(0, str(error))

@@ -30,6 +30,7 @@ from aiockpt.runtime.notes import NoteBoard
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.progress import find_progress
 from aiockpt.runtime.world import Loop, Ranks, World
+from aiockpt.session.agreed_call import CallNotes, MakeLookout
 from aiockpt.session.end_of_run import EndOfRun, LastStep
 from aiockpt.session.shutdown import Shutdown
 from aiockpt.storage.backend import Backend
@@ -141,10 +142,11 @@ class Assembly:
         self.submitter = Submitter(destination, coordinator, copies, beside)
         self.end = EndOfRun(self.last_step, interruption, coordinator, engine.failures, self.probe)
         self.holds = holds = Holds(loop, destination)
-        start_interruption(interruption, engine, destination, incarnation)
+        start_interruption(interruption, engine, destination, incarnation, coordinator.make_lookout)
         if self.rewinder is not None:
-            board = None if incarnation.world_size == 1 else NoteBoard(incarnation, "rewind")
-            self.rewinder.begin(engine, destination, self.submitter, board)
+            alone = incarnation.world_size == 1
+            notes = None if alone else CallNotes(NoteBoard(incarnation, "rewind"), coordinator.make_lookout)
+            self.rewinder.begin(engine, destination, self.submitter, notes)
             ends.append(self.rewinder.stop)
         self.shutdown = Shutdown(
             engine,
@@ -304,7 +306,11 @@ def make_rewinder(policy: Rewind | None) -> Rewinder | None:
 
 
 def start_interruption(
-    interruption: Interruption, engine: Engine, destination: Destination, incarnation: Incarnation
+    interruption: Interruption,
+    engine: Engine,
+    destination: Destination,
+    incarnation: Incarnation,
+    make_lookout: MakeLookout,
 ) -> None:
     """Start *interruption*; with other ranks, notices are exchanged with them."""
     if not interruption.listens:
@@ -314,5 +320,5 @@ def start_interruption(
 
     assert isinstance(interruption, PreemptionHandler)
     alone = incarnation.world_size == 1
-    agreement = EndsAlone() if alone else EndsWithRanks(NoteBoard(incarnation, "preemption"))
+    agreement = EndsAlone() if alone else EndsWithRanks(NoteBoard(incarnation, "preemption"), make_lookout)
     interruption.begin(engine, destination, agreement)

@@ -1,14 +1,20 @@
 """What the agent adds to torch's, without trainers."""
 
+import os
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher import api as launcher_api
 
 from aiockpt.launch.agent import WatchedAgent, renew_store, watched
+from aiockpt.launch.node_watch import SHARED, NodeWatch, remove_orphans
 
 
 def meet(handler: RendezvousHandler) -> tuple[int, bool]:
@@ -52,8 +58,44 @@ def test_a_hang_is_ended_only_when_all_nodes_say_so() -> None:
     assert not agree(0, hung=True)
 
 
+def test_a_start_takes_back_that_all_ranks_of_a_node_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A static rendezvous of several nodes keeps the store of the start before."""
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, worker_group: {})
+    store, nodes = HashStore(), []
+    for rank in range(2):
+        node: Any = object.__new__(WatchedAgent)
+        workers = [SimpleNamespace(global_rank=rank, world_size=2)]
+        node._worker_group = SimpleNamespace(group_rank=rank, group_world_size=2, store=store, workers=workers)
+        node.watch = SimpleNamespace(begin_attempt=lambda *what: None)
+        nodes.append(node)
+    nodes[1]._agree_to_end(True)
+    assert nodes[0]._agree_to_end(True)
+    for node in nodes:
+        node._start_workers(node._worker_group)
+    assert not nodes[0]._agree_to_end(True)
+
+
 def test_torch_s_own_agent_is_back_after_the_block() -> None:
     before = vars(launcher_api)["LocalElasticAgent"]
     with watched():
         assert vars(launcher_api)["LocalElasticAgent"] is not before
     assert vars(launcher_api)["LocalElasticAgent"] is before
+
+
+def test_what_a_killed_launcher_left_in_shared_memory_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "aiockpt.launch.node_watch.tempfile.mkdtemp", lambda prefix, dir: str(tmp_path / f"{prefix}alive")
+    )
+    names = {name: tmp_path / f"{SHARED}{name}" for name in ("alive", "killed", "young")}
+    for folder in names.values():
+        folder.mkdir()
+        (folder / "0.progress").write_bytes(b"page")
+    watch = NodeWatch(tmp_path / "run", "run")
+    for name in ("alive", "killed"):
+        os.utime(names[name], (0.0, time.time() - 3600))
+    remove_orphans(tmp_path)
+    assert {name for name, folder in names.items() if folder.exists()} == {"alive", "young"}
+    watch.end("ended")
+    assert not names["alive"].exists()

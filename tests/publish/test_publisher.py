@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from aiockpt.engine.alone import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.errors import StorageError
 from aiockpt.events import PublicationFailed, VersionPublished
-from aiockpt.publish import step_weights, version_files
+from aiockpt.publish import publications, step_weights, version_files
 from aiockpt.publish.form import DECISION
 from aiockpt.publish.step_weights import open_weights_of
 from aiockpt.publish.versions import Versions
@@ -435,6 +436,23 @@ def test_a_publication_that_fails_harms_no_save(tmp_path: Path, caplog: pytest.L
         ckpt.save(0, state_of(0)).result()
     assert "step 0 is not published" in caplog.text
     assert watch.of(PublicationFailed)[0].step == 0
+
+
+@pytest.mark.parametrize("outage", [1, 2])
+def test_a_step_that_storage_refused_is_published_without_a_newer_one(
+    outage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who rolls out for a trainer may wait for its version, and the trainer for them: no newer step comes."""
+    monkeypatch.setattr(publications, "FIRST_PAUSE_S", 0.1)
+    watch = Watch()
+    dest = FaultyBackend(MemoryBackend(), [Fault(do="fail", verb="create", times=outage)])
+    with small_checkpointer(tmp_path, publish=dest, observers=[watch]) as ckpt:
+        ckpt.save(0, state_of(0)).result()
+        give_up_s = time.monotonic() + 100
+        while not watch.of(VersionPublished) and time.monotonic() < give_up_s:
+            time.sleep(0.02)
+        assert [event.step for event in watch.of(VersionPublished)] == [0]
+    assert {event.step for event in watch.of(PublicationFailed)} == {0}
 
 
 def test_a_writer_process_commits_and_the_trainer_publishes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from aiockpt.errors import RankError
 from aiockpt.runtime.notes import NoteBoard
-from aiockpt.session.agreed_call import GOODBYE_S, CallNotes
+from aiockpt.session.agreed_call import GOODBYE_S, CallNotes, MakeLookout
 
 
 class Notice(msgspec.Struct, frozen=True):
@@ -103,11 +103,11 @@ class EndsWithRanks:
     """One of several ranks.
 
     Args:
-        board: of its own; it is not named before `begin`.
+        board, make_lookout: as of `CallNotes`.
     """
 
-    def __init__(self, board: NoteBoard) -> None:
-        self._board, self._notes = board, CallNotes(board)
+    def __init__(self, board: NoteBoard, make_lookout: MakeLookout) -> None:
+        self._board, self._notes, self._make_lookout = board, CallNotes(board, make_lookout), make_lookout
         self.leads = self._notes.leads
 
     def begin(self) -> bool:
@@ -130,7 +130,9 @@ class EndsWithRanks:
         board = self._board
         try:
             if reading is None:
-                reading = await board.wait("reading", Reading, deadline_s, "what was read back")
+                what = "what was read back"
+                lookout = self._make_lookout(what, deadline_s)
+                reading = await board.wait("reading", Reading, deadline_s, what, lookout=lookout)
                 await board.arrive("gone")
             else:
                 await board.post("reading", reading)

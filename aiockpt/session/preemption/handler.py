@@ -409,6 +409,8 @@ class PreemptedCall:
     def _read_back(self, newest: RecentSave | None, lost: bool) -> Reading:
         """Have the last step read back, by rank 0, as long as there is time; return what all ranks know of it."""
         handler = self._handler
+        if self._decision.failure:
+            return Reading()  # some rank does not answer
         left_s = handler.left_s - RESERVE_S
         verifies = handler.policy.verify and newest is not None and not lost and left_s > 0
 

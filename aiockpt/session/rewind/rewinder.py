@@ -50,7 +50,7 @@ from aiockpt.session.rewind.alarm import Alarm, MetricWatch
 from aiockpt.session.rewind.rules import Rewind
 
 if TYPE_CHECKING:
-    from aiockpt.runtime.notes import NoteBoard
+    pass
 
 logger = logging.getLogger("aiockpt")
 
@@ -100,12 +100,12 @@ class Rewinder:
         self._woken, self._done = anyio.Event(), anyio.Event()
         self._decision: Promise[CallDecision] = Promise("the agreement of the ranks where to go back")
 
-    def begin(self, engine: Engine, destination: Destination, submitter: Submitter, board: NoteBoard | None) -> None:
-        """Listen, until `stop`, for bad steps of the ranks with this *board* of notes; None: of this process alone."""
+    def begin(self, engine: Engine, destination: Destination, submitter: Submitter, notes: CallNotes | None) -> None:
+        """Listen, until `stop`, for bad steps of the ranks by *notes*; None: of this process alone."""
         self._engine, self._destination, self._submitter = engine, destination, submitter
         self._watch = MetricWatch(self.policy, lambda: engine.accelerator, engine.rank)
-        self._notes = None if board is None else CallNotes(board)
-        self._running = None if board is None else engine.loop.submit(self._run)
+        self._notes = notes
+        self._running = None if notes is None else engine.loop.submit(self._run)
 
     def stop(self) -> None:
         if self._running is not None:
