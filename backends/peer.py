@@ -123,7 +123,7 @@ class PeerBackend:
     def answering(self) -> Iterator[Callable[[bytes], RangeReply]]:
         """Yield the function that answers the calls of another process, on this thread, with this host's memory."""
         with on_this_thread() as run:
-            yield _Served(self._memory(), run).answer
+            yield _Served(self._memory(writes=True), run).answer
 
     def join(self, hosts: Hosts, own_id: str, rank: int, network: Network) -> None:
         """Take *hosts* for those of the job, which *network* connects; this is *rank*, on *own_id*."""

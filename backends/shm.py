@@ -48,14 +48,18 @@ class ShmBackend(Forwarding):
         name: backends of one name share their objects, in all processes of the user; relative, parts joined by ``/``.
         world: the seam to the operating system.
         mount: where the host's shared memory is mounted; a directory that others may write to needs its sticky bit.
+        writes: whether files are created beside this object, as they are after its own first `create`: only then is the
+            memory of removed ones kept for them.
     """
 
-    def __init__(self, name: str, *, world: World | None = None, mount: str = SHARED_MEMORY) -> None:
+    def __init__(
+        self, name: str, *, world: World | None = None, mount: str = SHARED_MEMORY, writes: bool = False
+    ) -> None:
         world = world or World()
         self._name = check_key(name.strip("/")) if name.strip("/") else "default"
         self._mount = mount
         self._home = os.path.join(mount, f"aiockpt-{os.geteuid()}")
-        self._files = ShmFiles(world.files, self.path(""))
+        self._files = ShmFiles(world.files, self.path(""), writes)
         in_memory = World(files=cast("Files", self._files), clock=world.clock, token=world.token)
         super().__init__(LocalBackend(self.path(""), world=in_memory, direct=False))
         self._guards = Limiter("shared memory guard", 1)
@@ -158,21 +162,20 @@ class ShmFiles:
     - No file is written over while anybody has it open or mapped: the kernel says so, of all processes. It has no name then
       by which it could be opened.
     - One of several callers gets a spare. A process that is killed at any call leaves a name, which goes with the spares.
-    - The spares are those of one attempt, the last that was removed. They go when memory lacks, and when who wrote or
-      removed something here closes.
+    - The spares are those of one attempt, the last that was removed. They go when memory lacks, when who wrote something
+      here closes, and when a program that writes nothing removes a step.
 
     (The seam's ``mkdir`` has no mode, and no ``fcntl``, so that those go to the operating system itself.)
 
     Attributes:
         sizes: by path, of files that are about to be created.
-        writes: whether files are created or removed here.
+        writes: whether files are created here.
     """
 
-    def __init__(self, files: Files, root: str) -> None:
-        self._files, self._root = files, root
+    def __init__(self, files: Files, root: str, writes: bool) -> None:
+        self._files, self._root, self.writes = files, root, writes
         self._has_leases = True
         self.sizes: dict[str, int] = {}
-        self.writes = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._files, name)
@@ -193,14 +196,16 @@ class ShmFiles:
 
     def unlink(self, path: str, /) -> None:
         """Remove a name; a large file that has no other one becomes a spare."""
-        self.writes, found = True, self._files.lstat(path)
-        is_large = stat.S_ISREG(found.st_mode) and found.st_size >= LEAST_SPARE_BYTES
-        if not (is_large and found.st_nlink == 1 and self._has_leases):
-            self._files.unlink(path)
-            return
-        attempt = os.path.basename(os.path.dirname(os.path.dirname(path)))
-        self.drop_spares(but=attempt)
-        self._files.rename(path, os.path.join(self._root, f"{SPARE}{found.st_size}.{found.st_ino}.{attempt}"))
+        found = self._files.lstat(path)
+        if stat.S_ISREG(found.st_mode) and found.st_size >= LEAST_SPARE_BYTES:
+            if not self.writes:
+                self.drop_spares()
+            elif found.st_nlink == 1 and self._has_leases:
+                attempt = os.path.basename(os.path.dirname(os.path.dirname(path)))
+                self.drop_spares(but=attempt)
+                self._files.rename(path, os.path.join(self._root, f"{SPARE}{found.st_size}.{found.st_ino}.{attempt}"))
+                return
+        self._files.unlink(path)
 
     def open(self, path: str, flags: int, mode: int = 0o644, /) -> int:
         """Open a file; one whose size was announced is created in the memory of a spare where there is one."""

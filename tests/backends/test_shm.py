@@ -330,7 +330,7 @@ class Killed(ForwardingFiles):
 @pytest.mark.parametrize("calls", range(12))
 async def test_whoever_is_killed_while_it_takes_memory_leaves_no_file_with_another_ones(calls: int, name: str) -> None:
     files = Killed(10**9)
-    backend, killed = ShmBackend(name), ShmBackend(name, world=World(files=files))
+    backend, killed = ShmBackend(name), ShmBackend(name, world=World(files=files), writes=True)
     await backend.put("s/b/d/x", b"")
     for number in range(2):
         await write(backend, f"s/a/d/{number}", 9)
@@ -376,6 +376,16 @@ async def test_the_spares_are_those_of_one_attempt_and_go_with_their_process(nam
     assert len(leftovers(backend)) == 2
     await backend.close()
     assert leftovers(backend) == []
+
+
+async def test_a_program_that_writes_nothing_frees_what_it_removes_and_all_spares(name: str) -> None:
+    writer, remover = ShmBackend(name), ShmBackend(name)
+    for number in range(3):
+        await write(writer, f"s/{number}/d/0", 1)
+    await writer.delete(["s/0/d/0"])
+    assert len(leftovers(writer)) == 1
+    await remover.delete(["s/1/d/0"])
+    assert leftovers(writer) == []
 
 
 async def test_where_the_kernel_cannot_tell_who_reads_nothing_is_written_over(

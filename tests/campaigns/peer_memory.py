@@ -136,7 +136,8 @@ class Case:
         if len(set(lost) & set(hosts)) > 1:
             self.promised = None
         if self.dice.random() < 0.2:
-            files = sorted(self.folder.glob("host-*/aiockpt-*/peer/run/step-*/a-*/d/*"))
+            found = sorted(self.folder.glob("host-*/aiockpt-*/peer/run/step-*/a-*/d/*"))
+            files = [path for path in found if path.stat().st_size]  # one whose writer was killed at once is empty
             for path in self.dice.sample(files, min(len(files), 2)):
                 data = bytearray(path.read_bytes())
                 data[-1 - self.dice.randrange(50)] ^= 1 << self.dice.randrange(8)
