@@ -45,7 +45,7 @@ WRITTEN_APART_S = 60.0
 SHOWN_AFTER = 3
 """Samples before people are told what a stall looks like."""
 SHARED, ORPHAN_S = "aiockpt-run-", 60.0
-"""Prefix of the folders that launchers share with their trainers, and locked; the age from which one without a lock is left over."""
+"""Of the folders, locked, that launchers share with their trainers: prefix, and age from which one without a lock goes."""
 Agree = Callable[[bool], bool]
 
 

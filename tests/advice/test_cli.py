@@ -12,6 +12,8 @@ TABLE = [
     Entry("command('aiockpt inspect run 9')", r"no committed step 9; it has (\d+)", "command('aiockpt inspect run {}')"),
     Entry("command('aiockpt inspect .')", r"`(aiockpt ls)` there", "command('{} .')"),
     Entry("command('aiockpt prune run --every 2')", r"give (--last) N", "command('aiockpt prune run --every 2 {} 1')"),
+    Entry("[(folder / 'pub' / 'weight_v000000').mkdir(parents=True), command('aiockpt prune pub --last 1')]",
+          r"by (Publish\(keep=)N", "aiockpt.{}1, dest='pub')"),
     Entry("command('aiockpt rm run 1')", r"give (--yes)", "command('aiockpt rm run 1 {}')"),
     Entry("command('aiockpt convert run out --prefix modell')", r"did you mean (--prefix model)",
           "command('aiockpt convert run out {}')"),
