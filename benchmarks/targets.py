@@ -125,6 +125,7 @@ replicated; ≤ 1.3 × the bytes over loopback; 1.3; peers/aiockpt/replicated_s;
 killed to the first new step, beyond a start; ≤ 5 s; 5; recovery/kill/beyond_s;
 a hang noticed, beyond 10 steps; ≤ 5 s; 5; recovery/hang/beyond_steps_s;
 published; ≤ 1.25 × by hand, with the sums; 1.25; publishing/aiockpt/publish_s; publishing/floor: with sums/publish_s
+published; ≤ 1.25 × the same from disk; 1.25; publishing/aiockpt/publish_s; publishing/floor: from disk/publish_s
 applied; ≤ 1.25 × by hand, with the sum; 1.25; publishing/aiockpt/apply_s; publishing/floor: with sums/apply_s
 mean step slowed, a folder; ≤ 3 %; 0.03; promotion/folder/slowed_fraction;
 mean step slowed, a bucket; ≤ 3 %; 0.03; promotion/bucket/slowed_fraction;

@@ -3,8 +3,9 @@
 A step's weights are bfloat16, and 0.8 % of them differ from the step before (a learning rate of 3e-6). *By hand* means: read
 both steps' files, XOR, zstd of level 1, write and flush, on as many threads as there are processors; and on the other side
 read, decompress, XOR into a file that is mapped from memory. *With sums* adds what the form asks for: two XXH3-128 and an
-Adler-32 while publishing, one XXH3-128 while applying. aiockpt verifies every block that it reads besides. Each side is a
-process of its own that holds no model; its peak is the largest anonymous memory beyond that before the first call.
+Adler-32 while publishing, one XXH3-128 while applying. *From disk* is the same with the files out of the page cache: a step
+was written past it, too. aiockpt verifies every block that it reads besides. Each side is a process of its own that holds no
+model; its peak is the largest anonymous memory beyond that before the first call.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ def be_side(side: Side) -> Samples:
         "floor: by hand: apply": lambda *what: _apply_by_hand(*what, sums=False),
         "floor: with sums: publish": lambda *what: _publish_by_hand(*what, sums=True),
         "floor: with sums: apply": lambda *what: _apply_by_hand(*what, sums=True),
+        "floor: from disk: publish": lambda *what: _publish_by_hand(*what, sums=True, cold=True),
+        "floor: from disk: apply": lambda *what: _apply_by_hand(*what, sums=True),
     }
     work[side.kind](folder, target, side.steps, samples)
     return {name: values[2:] if name.endswith("_s") else values for name, values in samples.items()}
@@ -163,7 +166,9 @@ def _apply(folder: Path, target: Path, steps: int, samples: Samples) -> None:
 # ---------------------------------------------------------------------- by hand
 
 
-def _publish_by_hand(folder: Path, target: Path, steps: int, samples: Samples, *, sums: bool) -> None:
+def _publish_by_hand(
+    folder: Path, target: Path, steps: int, samples: Samples, *, sums: bool, cold: bool = False
+) -> None:
     zstd = load_zstd()
     samples["publish_s"] = [0.0]
     (folder / "pub").mkdir()
@@ -187,10 +192,19 @@ def _publish_by_hand(folder: Path, target: Path, steps: int, samples: Samples, *
                 out.flush()
                 os.fsync(out.fileno())
 
+        if cold:
+            for path in (folder / f"t{number}-{which}.raw" for number in range(TENSORS) for which in (step - 1, step)):
+                _evict(path)
         begun_s = time.perf_counter()
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(work, range(TENSORS)))
         samples["publish_s"].append(time.perf_counter() - begun_s)
+
+
+def _evict(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # what is dirty stays
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _out(folder: Path, number: int, step: int) -> Path:
