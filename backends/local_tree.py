@@ -573,9 +573,11 @@ class Tree:
         fd = self.files.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self.files.fsync(fd)
-        except FileNotFoundError as error:  # of an open folder: a failed flush, and not a removal
-            raise OSError(errno.EIO, f"flushing {path!r} failed ({error.strerror})") from error
         except OSError as error:
+            # Of an open folder: a failed flush, and neither a removal nor a handle to be opened anew. It is not tried again:
+            # the names may be marked clean by then, and would be lost in a power cut after a flush that succeeds.
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                raise OSError(errno.EIO, f"flushing {path!r} failed ({error.strerror})") from None
             if not self.optional.lacks("fsync of a folder", error):
                 raise
         finally:

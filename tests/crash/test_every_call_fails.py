@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import random
 from collections.abc import Callable
 from functools import cache
 
@@ -10,6 +11,8 @@ import pytest
 from aiockpt import SaveFuture
 from aiockpt.errors import CheckpointError, SaveCancelledError, StorageError, StorageFullError
 from aiockpt.testing.faults import Fault, FaultyFiles
+from tests.campaigns import failing_calls
+from tests.campaigns.drawn_state import DrawnShape
 from tests.inline_process import Process, Restarts, local, saved_files, tiny_state
 from tests.simulated.simulated_files import SimulatedFiles
 from tests.simulated.simulation import crash_states, run_inline
@@ -124,3 +127,12 @@ def cancel_after(turns: int) -> tuple[SimulatedFiles, BaseException | None, Proc
 
     files, error, _, process = save_under([], watch)
     return files, error, process
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.ENOENT, errno.EIO])
+def test_a_flush_that_failed_is_not_tried_again(error: int, times: int) -> None:
+    """What it did not flush may be marked clean: a later flush succeeds, and the power cut takes the step all the same."""
+    shape = DrawnShape.draw(random.Random(1))
+    for at in range(1, 13):
+        failing_calls.save_under([Fault(do="fail", verb="fsync", at=at, times=times, error=error)], shape, seed=at)
