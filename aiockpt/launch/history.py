@@ -6,7 +6,6 @@ Times of people are seconds since 1970; durations are of the monotonic clock.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import msgspec
 
 from aiockpt.format.document import described
 from aiockpt.launch.restart_policy import TrainerFailure
-from aiockpt.runtime.progress import ProgressRecord, RestartFigures
+from aiockpt.runtime.progress import ProgressRecord, RestartFigures, write_whole
 
 MONITOR = "monitor"
 _BEGINS = "launch-"
@@ -186,9 +185,7 @@ def write_launch(folder: Path, launch: NodeRun) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{_BEGINS}{launch.host}-{launch.began_s:.0f}-{launch.pid}.json"
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(launch)))
-    temporary.replace(path)
+    write_whole(path, msgspec.json.format(msgspec.json.encode(launch)))
 
 
 def read_launches(folder: Path) -> list[NodeRun]:

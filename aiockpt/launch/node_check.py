@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from aiockpt.format.document import described
+from aiockpt.runtime.progress import write_whole
 from aiockpt.units import speed
 
 UNHEALTHY = 5
@@ -80,10 +81,7 @@ def write_report(folder: Path, report: NodeReport) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     report.healthy = not report.problems
-    path = report_path(folder, report.host)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
-    temporary.replace(path)
+    write_whole(report_path(folder, report.host), msgspec.json.format(msgspec.json.encode(report)))
 
 
 def read_report(folder: Path, host: str) -> NodeReport:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
 
 from aiockpt.errors import CheckpointError
 from aiockpt.format.document import described
-from aiockpt.storage.backend import Backend
+from aiockpt.storage.backend import Backend, Stat
 from aiockpt.storage.transfer import get_many, storage_now_ns
 
 logger = logging.getLogger("aiockpt")
@@ -63,15 +64,19 @@ async def has_versions(backend: Backend) -> bool:
 
 async def living_receivers(backend: Backend, nonce: str) -> list[ReceiverNote]:
     """Return the notes of the receivers that live."""
-    if not (await backend.list(FOLDER)).objects:
+    there = (await backend.list(FOLDER)).objects
+    if not there:
         return []
-    notes = await read_notes(backend, await storage_now_ns(backend, nonce))
+    notes = await _read(backend, there, await storage_now_ns(backend, nonce))
     return [note for note, noted_s in notes if noted_s <= LIVES_S]
 
 
 async def read_notes(backend: Backend, now_ns: int) -> list[tuple[ReceiverNote, float]]:
     """Return all notes, also of receivers that have died, and how many seconds before *now_ns* they were written."""
-    there = (await backend.list(FOLDER)).objects
+    return await _read(backend, (await backend.list(FOLDER)).objects, now_ns)
+
+
+async def _read(backend: Backend, there: Sequence[Stat], now_ns: int) -> list[tuple[ReceiverNote, float]]:
     notes = []
     for stat, data in zip(there, await get_many(backend, [stat.key for stat in there], NOTE_BYTES), strict=True):
         with suppress(msgspec.MsgspecError):  # it is nobody's

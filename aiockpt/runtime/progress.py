@@ -105,9 +105,18 @@ def write_figures(folder: Path, figures: RestartFigures) -> None:
     Raises:
         OSError: it cannot be written to.
     """
-    temporary = folder / f"{FIGURES}.tmp"
-    temporary.write_bytes(msgspec.json.encode(figures))
-    temporary.replace(folder / FIGURES)
+    write_whole(folder / FIGURES, msgspec.json.encode(figures))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a small file, whole or not at all; not durably.
+
+    Raises:
+        OSError: it cannot be written to.
+    """
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)
 
 
 def read_figures() -> RestartFigures | None:
