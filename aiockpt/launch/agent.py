@@ -7,6 +7,8 @@ Private parts of torch that are relied on are pinned in tests/adapters/test_upst
 - Each start has a fresh store. torch's agent hosts one for all starts of a rendezvous, though its clients believe that it is
   new each time, so that the process groups of a restart read the addresses of dead ranks there.
 - A hang is decided with all nodes: each says in the rendezvous's store whether all of its ranks stand.
+- A node whose trainers have ended well begins again with one that fails after that. torch's agent waits for the end of the
+  other, which waits for it to meet again, until both time out.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from aiockpt.launch.restart_policy import TrainerFailure
 
 KILL_S = 10.0
 """For a hung process to go after SIGKILL."""
+RUNNING, STANDING, ENDED = b"0", b"1", b"2"
+"""What a node tells the others of its trainers; one whose trainers have ended holds up no decision about a hang."""
 MakeWatch = Callable[[str], NodeWatch]
 # Its methods are wrapped by a decorator of torch without types.
 _Untyped: Any = LocalElasticAgent
@@ -52,7 +56,7 @@ class WatchedAgent(_Untyped):  # type: ignore[misc]
         super().__init__(**settings)
         self.watch = make_watch(self._rdzv_handler.get_run_id())
         self.stopped, self.status = "", 0
-        self._pause_s = 0.0
+        self._pause_s = self._ended_s = 0.0
         self._failed = False
 
     def run(self, role: str = "default") -> Any:
@@ -63,6 +67,7 @@ class WatchedAgent(_Untyped):  # type: ignore[misc]
             outcome = "failed" if result is not None and result.is_failed() else "ended"
             return result
         finally:
+            self._post_end()
             self.watch.end(f"stopped: {self.stopped}" if self.stopped else outcome)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -71,8 +76,11 @@ class WatchedAgent(_Untyped):  # type: ignore[misc]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ranks = [worker.global_rank for worker in worker_group.workers]
-        self._agree_to_end(False)
-        self.watch.begin_attempt(ranks, worker_group.workers[0].world_size, self._agree_to_end)
+        self._agree(RUNNING)
+        self._in_exit_barrier = False
+        self.watch.begin_attempt(
+            ranks, worker_group.workers[0].world_size, lambda hung: self._agree(STANDING if hung else RUNNING)
+        )
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
@@ -84,7 +92,19 @@ class WatchedAgent(_Untyped):  # type: ignore[misc]
         elif result.state == WorkerState.HEALTHY and (hang := self.watch.poll()) is not None:
             result = self._end_hung(worker_group, hang)
             self._decide(hang)
+        elif result.state == WorkerState.SUCCEEDED and not self._may_leave():
+            # While they are healthy, torch's agent restarts trainers for a node that waits.
+            return RunResult(state=WorkerState.HEALTHY)
         return result
+
+    def _may_leave(self) -> bool:
+        """Return whether the trainers of all nodes have ended, as those here have, or nobody waits for them any more."""
+        if not self._in_exit_barrier:
+            self._in_exit_barrier, self._ended_s = True, time.monotonic()
+        return self._post_end() or time.monotonic() > self._ended_s + self._exit_barrier_timeout
+
+    def _exit_barrier(self) -> None:
+        """Leave: `_may_leave` has waited."""
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if not self._failed:
@@ -111,14 +131,21 @@ class WatchedAgent(_Untyped):  # type: ignore[misc]
         failure.message = f"{hang}; the launcher ended it, see {self.watch.folder}"
         return RunResult(state=WorkerState.FAILED, failures={hang.rank: failure})
 
-    def _agree_to_end(self, hung: bool) -> bool:
-        """Tell the other nodes whether all ranks here hang; return whether all nodes say so."""
+    def _post_end(self) -> bool:
+        """Post that the trainers here have ended; return whether all have, or the store is gone with its node."""
+        try:
+            return self._agree(ENDED)
+        except RuntimeError:
+            return True
+
+    def _agree(self, state: bytes) -> bool:
+        """Post how the trainers here are; return whether those of all nodes stand, or have ended, as these do."""
         group: Any = self._worker_group
-        if group.group_world_size == 1:
-            return hung
-        keys = [f"aiockpt/standing/{node}" for node in range(group.group_world_size)]
-        group.store.set(keys[group.group_rank], b"1" if hung else b"0")
-        return hung and group.store.check(keys) and all(group.store.get(key) == b"1" for key in keys)
+        if group.store is None or group.group_world_size == 1:
+            return state != RUNNING
+        keys = [f"aiockpt/trainers/{node}" for node in range(group.group_world_size)]
+        group.store.set(keys[group.group_rank], state)
+        return state != RUNNING and group.store.check(keys) and all(group.store.get(key) >= state for key in keys)
 
 
 def renew_store(handler: object) -> None:

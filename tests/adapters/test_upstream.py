@@ -71,6 +71,7 @@ SOURCES: list[tuple[Callable[..., Any], str, set[str]]] = [
     (LocalElasticAgent._start_workers, "3a15b68937f57e63", {"_start_workers"}),
     (LocalElasticAgent._monitor_workers, "4ba1c04fe76bba95", {"_monitor_workers"}),
     (SimpleElasticAgent._invoke_run, "376e457facabbfbc", set()),
+    (SimpleElasticAgent._exit_barrier, "a61566b289e57086", set()),
     (SimpleElasticAgent._restart_workers, "7de319cd35c6f36e", {"_restart_workers"}),
     (SimpleElasticAgent._rendezvous, "f0c843d67c04a7fc", {"_rendezvous"}),
     (

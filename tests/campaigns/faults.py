@@ -325,7 +325,7 @@ class Driver:
         if len(running) < len(self._hosts.all):  # it ends, or was told to
             return None
         if harm.kind in ("host", "preempt", "preempt all") and self._log.last_step() > STEPS - LAST_STEPS:
-            return None  # a rank that has ended waits for the others, in torch's launcher: five minutes
+            return None  # a node that is to join those that have ended may come when they have left
         processes = [event.pid for event in self._log.processes().values()]
         step = -1
         self._is_told = self._is_told or harm.kind in ("preempt", "preempt all")

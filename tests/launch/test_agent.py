@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher import api as launcher_api
 
-from aiockpt.launch.agent import WatchedAgent, renew_store, watched
+from aiockpt.launch.agent import ENDED, RUNNING, STANDING, WatchedAgent, renew_store, watched
 from aiockpt.launch.node_watch import SHARED, NodeWatch, remove_orphans
 
 
@@ -47,7 +47,7 @@ def test_a_hang_is_ended_only_when_all_nodes_say_so() -> None:
     ]
 
     def agree(node: int, *, hung: bool) -> bool:
-        return WatchedAgent._agree_to_end(cast(Any, nodes[node]), hung)
+        return WatchedAgent._agree(cast(Any, nodes[node]), STANDING if hung else RUNNING)
 
     assert not agree(0, hung=True)
     assert not agree(1, hung=True)
@@ -56,6 +56,9 @@ def test_a_hang_is_ended_only_when_all_nodes_say_so() -> None:
     assert agree(2, hung=True)
     assert not agree(1, hung=False)
     assert not agree(0, hung=True)
+    # A node that has ended waits for nobody, and nobody for it.
+    assert not WatchedAgent._agree(cast(Any, nodes[1]), ENDED)
+    assert agree(0, hung=True)
 
 
 def test_a_start_takes_back_that_all_ranks_of_a_node_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,11 +71,11 @@ def test_a_start_takes_back_that_all_ranks_of_a_node_hang(monkeypatch: pytest.Mo
         node._worker_group = SimpleNamespace(group_rank=rank, group_world_size=2, store=store, workers=workers)
         node.watch = SimpleNamespace(begin_attempt=lambda *what: None)
         nodes.append(node)
-    nodes[1]._agree_to_end(True)
-    assert nodes[0]._agree_to_end(True)
+    nodes[1]._agree(STANDING)
+    assert nodes[0]._agree(STANDING)
     for node in nodes:
         node._start_workers(node._worker_group)
-    assert not nodes[0]._agree_to_end(True)
+    assert not nodes[0]._agree(STANDING)
 
 
 def test_torch_s_own_agent_is_back_after_the_block() -> None:

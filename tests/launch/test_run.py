@@ -15,7 +15,7 @@ from aiockpt.launch.restart_policy import STOPPED
 from aiockpt.runtime.progress import FOLDER as VARIABLE
 from tests.cli.small_checkpoints import Command
 from tests.docs.pages import ROOT, blocks
-from tests.launch.launched import TRAINER, environment, finish, run, start
+from tests.launch.launched import TRAINER, Launched, environment, finish, run, start
 from tests.run_python import run_python
 
 PLAIN = """
@@ -147,20 +147,32 @@ def test_the_script_of_the_guide_requeues_what_failed(
     assert done.stderr.count("stayed away") == statuses.split().count("5")
 
 
-def test_two_nodes_restart_together_when_one_of_them_dies_or_hangs(tmp_path: Path) -> None:
+def run_two_nodes(folder: Path, faults: str, *more: object) -> list[Launched]:
+    """Run the trainer on two nodes of one rank each to the end."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    place, faults = tmp_path / "place", "kill:1:4:1,loader:0:8:2"
-    options = ["--nnodes", 2, "--nproc-per-node", 1, "--max-restarts", 4, "--rdzv-backend", "c10d", "--hang-s", 20]
-    options += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two"]
-    nodes = []
+    options = ["--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-id", "two", *more]
+    options += ["--rdzv-endpoint", f"localhost:{port}", TRAINER, folder / "place", 12, faults]
     for name in "ab":
-        (tmp_path / name).mkdir()
-        nodes.append(start(tmp_path / name, [*options, TRAINER, place, 12, faults], WAIT="1", HERE=str(tmp_path)))
-    done = [finish(tmp_path / name, node) for name, node in zip("ab", nodes, strict=True)]
+        (folder / name).mkdir()
+    nodes = [start(folder / name, options, WAIT="1", HERE=str(folder)) for name in "ab"]
+    return [finish(folder / name, node) for name, node in zip("ab", nodes, strict=True)]
+
+
+def test_two_nodes_restart_together_when_one_of_them_dies_or_hangs(tmp_path: Path) -> None:
+    done = run_two_nodes(tmp_path, "kill:1:4:1,loader:0:8:2", "--max-restarts", 4, "--hang-s", 20)
     assert [each.status for each in done] == [0, 0], done[0].output + done[1].output
     for each in done:
         assert [attempt.first_step for attempt in each.launch.attempts] == [0, 4, 8], each.output
     kinds = {attempt.failure.kind for each in done for attempt in each.launch.attempts if attempt.failure}
     assert {"signal SIGKILL", "hang"} <= kinds
+
+
+@pytest.mark.parametrize("restarts", [1, 0])
+def test_a_node_that_has_ended_begins_again_with_one_that_fails_then(tmp_path: Path, restarts: int) -> None:
+    """torch's launchers wait for each other, for longer than the test does."""
+    done = run_two_nodes(tmp_path, "end:1:11:1", "--max-restarts", restarts)
+    assert sorted(each.status for each in done) == [0, 1 - restarts], done[0].output + done[1].output
+    assert {each.launch.outcome for each in done} == ({"ended"} if restarts else {"ended", "failed"})
+    assert {len(each.launch.attempts) for each in done} == {1 + restarts}

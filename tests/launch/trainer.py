@@ -109,6 +109,12 @@ def crash() -> None:
     raise ArithmeticError("the loss is not a number")
 
 
+def end_late() -> None:
+    """Be killed when the others have ended."""
+    time.sleep(4)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     url, steps, text = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo")
@@ -141,6 +147,7 @@ def main() -> None:
                     save.result()
                 log.write(f"step {step} {time.monotonic()}\n")
     (HERE / f"figures-{rank}").write_text(repr(read_figures()))
+    faults.at("end", end_late)
     dist.destroy_process_group()
 
 
