@@ -329,18 +329,14 @@ class Decoder:
     Args:
         codecs: the user's classes; None returns an `Opaque` for every one of them, for inspection only.
         leaves: the framework's values.
-        dry: check that each codec is registered but call none; returns an `Opaque`, too.
+        dry: check that each codec is registered but call none; returns an `Opaque`, too. (The tensors that values are made
+            of may not be loaded yet.)
     """
 
     def __init__(self, codecs: CodecRegistry | None, leaves: ValueReader, *, dry: bool = False) -> None:
         self._codecs = codecs
         self._leaves = leaves
-        self._dry = dry
-
-    @property
-    def is_dry(self) -> bool:
-        """Whether no value is made: the tensors that values are made of may not be loaded yet."""
-        return self._dry
+        self.is_dry = dry
 
     @property
     def describes_only(self) -> bool:
@@ -405,7 +401,7 @@ class Decoder:
         if codec is None and self._codecs is not None:
             raise UsageError(f"{join_name(path)}: saved by the codec {name!r}; register it before you load")
         value = self.decode(node["value"], (*path, name))
-        if codec is None or self._dry:
+        if codec is None or self.is_dry:
             return Opaque(name, value)
         try:
             return codec.from_plain(value)
