@@ -225,6 +225,18 @@ def reading(step: int, hold: Hold, every: bool) -> Iterator[None]:
         hold.release()
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """End the command, with the status of the signal, where one comes in the block."""
+    from aiockpt.runtime import signals
+
+    try:
+        with signals.ended_by_signals():
+            yield
+    except signals.Interrupted as interruption:
+        raise typer.Exit(128 + interruption.number) from None
+
+
 def check_some_left(root: str, steps: Collection[object], done: Collection[object]) -> None:
     """Raise StepNotFoundError when all of the listed *steps* were gone to be *done*."""
     if steps and not done:
