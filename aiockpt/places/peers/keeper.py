@@ -146,7 +146,7 @@ class Keeper:
                         self._end_settling()
                         url, step = self._backend.url, committed.step
                         logger.warning("%s: step %d is not copied to this host yet: %s", url, step, problem)
-                        tasks.start_soon(self._retry, pull, partial(self._is_over, step_id(step), committed.generation))
+                        tasks.start_soon(_try_again, pull)
 
     async def _find_hosts(self) -> Hosts:
         """Join the other ranks as soon as they come: rank 0 alone may read anything here in the first call of all."""
@@ -170,13 +170,6 @@ class Keeper:
 
     # ------------------------------------------------------------------ copies
 
-    async def _retry(self, copy: Callable[[], Awaitable[object]], is_over: Callable[[], Awaitable[bool]]) -> None:
-        """Make copies until that succeeds, or *is_over*."""
-        for pause_s in growing_pauses(RETRY_S, LAGGING_S):
-            await anyio.sleep(pause_s)
-            if await is_over() or not await _try(copy):
-                return
-
     async def _pull_saved(self, committed: Committed, ranks: Collection[int], host_count: int) -> None:
         """Copy the files of *ranks* of a step that was committed."""
         try:
@@ -188,16 +181,14 @@ class Keeper:
 
     async def _restore(self, hosts: Hosts, holders: Mapping[str, Sequence[str]]) -> None:
         """Copy again what hosts that are gone had held of the newest steps, until that is done or newer ones are copied."""
-
-        async def newer_are_copied() -> bool:
-            return bool(self._posted)
-
         copy = partial(self._restore_once, hosts, holders)
         if (problem := await _try(copy)) and not self._posted:
             logger.warning("%s: the copies of an earlier run are not complete yet: %s", self._backend.url, problem)
-            await self._retry(copy, newer_are_copied)
+            await _try_again(copy)
 
     async def _restore_once(self, hosts: Hosts, holders: Mapping[str, Sequence[str]]) -> None:
+        if self._posted:
+            return
         entries = sorted(await scan(self._backend), key=lambda entry: entry.head.sequence if entry.head else -1)
         for entry in [entry for entry in entries if entry.head is not None][-RESTORED:]:
             manifest = await newest_manifest(self._backend, entry)
@@ -332,6 +323,13 @@ async def _try(copy: Callable[[], Awaitable[object]]) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+async def _try_again(copy: Callable[[], Awaitable[object]]) -> None:
+    for pause_s in growing_pauses(RETRY_S, LAGGING_S):
+        await anyio.sleep(pause_s)
+        if not await _try(copy):
+            return
 
 
 def warn_of_exposed(url: str, alone: Sequence[str], hosts: Hosts) -> None:
