@@ -114,7 +114,7 @@ class CloudBackend:
         unsafe_commit: bool = False,
         store: ObjectStore | None = None,
     ) -> None:
-        self._url = hide_secrets(url.rstrip("/"))
+        self.url = hide_secrets(url.rstrip("/"))
         self._world = world or World()
         self._store = store or _open_store(url, client_options, _NO_RETRY)
         self._uploading = store or _open_store(url, client_options, _PART_RETRY)
@@ -124,10 +124,6 @@ class CloudBackend:
         self._claim_mark = self._world.token(16).hex().encode()
         self._unanswered: set[str] = set()
         self._copies = Limiter("cloud copies", _COPIES)
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     @property
     def traits(self) -> Traits:
@@ -188,7 +184,7 @@ class CloudBackend:
 
     def __repr__(self) -> str:
         proven = {None: "untried", True: "yes", False: "no"}[self._exclusive]
-        return f"<CloudBackend {self._url!r} exclusive create={proven}>"
+        return f"<CloudBackend {self.url!r} exclusive create={proven}>"
 
     async def _delete_batch(self, keys: Sequence[str]) -> None:
         with cloud_errors("deleting", keys[0]):
@@ -230,14 +226,14 @@ class CloudBackend:
                 self._exclusive = await self._prove()
                 if not self._exclusive and self._unsafe_commit:
                     warnings.warn(
-                        f"{self._url} cannot create an object exclusively: of two writers of one step both may believe"
+                        f"{self.url} cannot create an object exclusively: of two writers of one step both may believe"
                         " that they committed it (unsafe_commit=True)",
                         RuntimeWarning,
                         stacklevel=2,
                     )
         if not self._exclusive and not self._unsafe_commit:
             raise StorageError(
-                f"{self._url} cannot create an object exclusively, so a commit on it has no one winner; use another"
+                f"{self.url} cannot create an object exclusively, so a commit on it has no one winner; use another"
                 " store, or pass aiockpt.backends.cloud.CloudBackend(url, unsafe_commit=True) where only one job ever saves"
             )
         return self._exclusive

@@ -95,7 +95,7 @@ class FsspecBackend:
         world: World | None = None,
     ) -> None:
         self._true_url = url.rstrip("/")
-        self._url = hide_secrets(self._true_url)
+        self.url = hide_secrets(self._true_url)
         hide_options(storage_options or {})
         self._protocol = url.partition("://")[0]
         try:
@@ -111,10 +111,6 @@ class FsspecBackend:
         self._found: FsspecPlace | None = None
         self._tried = False
         self._create: Create | None = None
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     @property
     def traits(self) -> Traits:
@@ -163,7 +159,7 @@ class FsspecBackend:
 
     async def delete(self, keys: Sequence[str]) -> None:
         keys = check_keys(keys)
-        with fsspec_errors("deleting below", self._url):
+        with fsspec_errors("deleting below", self.url):
             await run_blocking(self._calls, (await self._place()).delete, keys)
 
     async def space(self) -> Space:
@@ -174,13 +170,13 @@ class FsspecBackend:
 
     def __repr__(self) -> str:
         create = "untried" if self._create is None else self._create.__name__
-        return f"<FsspecBackend {self._url!r} {create}>"
+        return f"<FsspecBackend {self.url!r} {create}>"
 
     async def _place(self) -> FsspecPlace:
         """Return the place; connect to it first."""
         async with self._preparing:
             if self._found is None:
-                with fsspec_errors("connecting to", self._url):
+                with fsspec_errors("connecting to", self.url):
                     self._found = await run_blocking(self._calls, self._connect)
             return self._found
 
@@ -229,7 +225,7 @@ class FsspecBackend:
 
     @property
     def _not_exclusive(self) -> str:
-        return f"{self._url}: this file system of fsspec ({self._kind.__name__}) cannot create a file exclusively"
+        return f"{self.url}: this file system of fsspec ({self._kind.__name__}) cannot create a file exclusively"
 
     async def _is_exclusive(self, place: FsspecPlace, way: Create) -> bool:
         """Let threads race to create one file; return whether exactly one won and its bytes are there.

@@ -80,7 +80,7 @@ class HdfsBackend:
         config: Mapping[str, str] | None = None,
     ) -> None:
         place = urlsplit(url)
-        self._url = hide_secrets(url)
+        self.url = hide_secrets(url)
         self._root = "/" + unquote(place.path).strip("/")
         self._world = world or World()
         self._client = connect(url, config)
@@ -91,10 +91,6 @@ class HdfsBackend:
         self._small = Limiter("hdfs small verbs", _SMALL_VERBS)
         self._writes = Limiter("hdfs block writes", _BLOCK_WRITES)
         self._reads = Limiter("hdfs block reads", _BLOCK_READS)
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     @property
     def traits(self) -> Traits:
@@ -154,7 +150,7 @@ class HdfsBackend:
         )
 
     def __repr__(self) -> str:
-        return f"<HdfsBackend {self._url!r} joining={self.statistics().webhdfs or 'no'}>"
+        return f"<HdfsBackend {self.url!r} joining={self.statistics().webhdfs or 'no'}>"
 
     def _path(self, key: str) -> str:
         return posixpath.join(self._root, key) if key else self._root

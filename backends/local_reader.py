@@ -89,23 +89,19 @@ class LocalReader:
         self._fd = -1
         self._direct_fd: int | None = None
         self._identity = (0, 0)
-        self._size = 0
+        self.size = 0
         self._unasked_bytes = 0
         bounces.readers += 1
-
-    @property
-    def size(self) -> int:
-        return self._size
 
     def begin(self) -> None:
         """Open the object. Blocking; raises as `Tree.stat_file`; call `close` then."""
         self._fd, found = self._tree.open_file(self._handle)
-        self._size = found.st_size
+        self.size = found.st_size
         self._identity = (found.st_dev, found.st_ino)
 
     async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
         buffers = Buffers(into)
-        check_range(self._key, offset, buffers.left_bytes, self._size, damaged=True)
+        check_range(self._key, offset, buffers.left_bytes, self.size, damaged=True)
         end, filled = offset + buffers.left_bytes, (0, 0)
         with self._handle.use(), self._tree.errors("reading", self._key):
             for pause_s in (*STALE_PAUSES_S, None):
@@ -135,7 +131,7 @@ class LocalReader:
             if error.errno != errno.ESTALE:
                 raise
             return
-        if (found.st_dev, found.st_ino, found.st_size) != (*self._identity, self._size):
+        if (found.st_dev, found.st_ino, found.st_size) != (*self._identity, self.size):
             raise self._replaced()
         # The stale descriptor stays open until `close`: other reads of this file may be using it.
         self._fd, self._direct_fd = fd, None

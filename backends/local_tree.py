@@ -559,7 +559,6 @@ class Tree:
             path = parent
 
     def _lookup(self, path: str) -> os.stat_result | None:
-        """Return what is at *path*, or None."""
         try:
             return self.files.lstat(path)
         except (FileNotFoundError, NotADirectoryError):

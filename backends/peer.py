@@ -27,13 +27,7 @@ from aiockpt import errors
 from aiockpt.backends.local_tree import write_all
 from aiockpt.backends.ranges import Buffers, RangeReader
 from aiockpt.backends.shm import ShmBackend
-from aiockpt.errors import (
-    CheckpointError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-    StorageTimeoutError,
-)
+from aiockpt.errors import CheckpointError, ObjectExistsError, ObjectNotFoundError, StorageError, StorageTimeoutError
 from aiockpt.runtime.limits import Limiter, open_tasks, run_blocking
 from aiockpt.runtime.peer_link import MakeNetwork, Network, RangeReply, TcpNetwork, on_this_thread
 from aiockpt.runtime.world import World
@@ -86,6 +80,7 @@ class PeerBackend:
 
     Attributes:
         own: the memory of this host.
+        hosts: the memories of the other hosts; empty before the job's hosts are known.
         received_bytes: of data files that came from other hosts.
         world: the seam to the operating system.
     """
@@ -104,7 +99,7 @@ class PeerBackend:
         self.received_bytes = 0
         self.world, self.make_network = world or World(), make_network
         self._files = Limiter("files of copies", 1)
-        self._others: list[HostMemory] = []
+        self.hosts: list[HostMemory] = []
         self._memories: Sequence[Backend] = (self.own,)
         self._find_hosts: Callable[[], Awaitable[object]] | None = None
         self._settle: Callable[[], Awaitable[object]] | None = None
@@ -129,7 +124,7 @@ class PeerBackend:
         """Take *hosts* for those of the job, which *network* connects; this is *rank*, on *own_id*."""
         self._network = network
         memories = [None if host.id == own_id else HostMemory(self, network, host, rank) for host in hosts.all]
-        self._others = [memory for memory in memories if memory is not None]
+        self.hosts = [memory for memory in memories if memory is not None]
         # The same order on all hosts: of two runs that each saved a step on hosts of their own, all take the same one's.
         self._memories = [memory or self.own for memory in memories]
         self._find_hosts = None
@@ -141,11 +136,6 @@ class PeerBackend:
     @property
     def traits(self) -> Traits:
         return msgspec.structs.replace(self.own.traits, scope="hosts")
-
-    @property
-    def hosts(self) -> Sequence[HostMemory]:
-        """The memories of the other hosts; empty before the job's hosts are known."""
-        return self._others
 
     @property
     def _home(self) -> Backend:
@@ -170,8 +160,7 @@ class PeerBackend:
     async def put_new(self, key: str, data: bytes) -> None:
         check_key(key)
         await self.ready()
-        if await self._find(lambda memory: memory.stat(key), self._memories[1:]) is not None:
-            raise ObjectExistsError(f"creating {key!r}: an object of that key exists already", key=key)
+        await self._check_free(key, self._memories[1:])
         await self._home.put_new(key, data)
 
     async def get(self, key: str, max_bytes: int) -> bytes:
@@ -195,8 +184,8 @@ class PeerBackend:
             ObjectNotFoundError: no host has it.
             StorageError: no host has it, and one did not answer.
         """
-        answers = await _on_all([partial(memory.stat, key) for memory in self._others])
-        found = zip(self._others, answers, strict=True)
+        answers = await _on_all([partial(memory.stat, key) for memory in self.hosts])
+        found = zip(self.hosts, answers, strict=True)
         if holders := [(memory, stat.size) for memory, stat in found if isinstance(stat, Stat)]:
             return holders
         raise self._why_not(key, [answer for answer in answers if isinstance(answer, StorageError)])
@@ -204,8 +193,8 @@ class PeerBackend:
     async def create(self, key: str, size: int) -> Upload:
         check_key(key)
         await self.ready()
-        if self._home is not self.own and await self._find(lambda memory: memory.stat(key), [self._home]) is not None:
-            raise ObjectExistsError(f"creating {key!r}: an object of that key exists already", key=key)
+        if self._home is not self.own:
+            await self._check_free(key, [self._home])
         return await self.own.create(key, size)
 
     async def stat(self, key: str) -> Stat:
@@ -216,18 +205,14 @@ class PeerBackend:
     async def list(self, prefix: str) -> Listing:
         check_prefix(prefix)
         await self.ready()
-        listings = await _on_all([partial(memory.list, prefix) for memory in self._memories])
-        for answer in listings:
+        listings: list[Listing] = []
+        for answer in await _on_all([partial(memory.list, prefix) for memory in self._memories]):
             if isinstance(answer, StorageError):  # a load that saw less would go on from an older step, or from none
                 raise answer
-        objects: dict[str, Stat] = {}
-        folders: set[str] = set()
-        others: set[str] = set()
-        for listing in listings:
-            if isinstance(listing, Listing):  # a host that is lost has nothing
-                objects = {stat.key: stat for stat in listing.objects} | objects
-                folders |= set(listing.folders)
-                others |= set(listing.others)
+            listings.append(answer)
+        objects = {stat.key: stat for listing in reversed(listings) for stat in listing.objects}
+        folders = {folder for listing in listings for folder in listing.folders}
+        others = {other for listing in listings for other in listing.others}
         return Listing(tuple(objects[key] for key in sorted(objects)), tuple(sorted(folders)), tuple(sorted(others)))
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -300,12 +285,13 @@ class PeerBackend:
         trouble = next((error for error in failures if not isinstance(error, ObjectNotFoundError)), None)
         return trouble or ObjectNotFoundError(f"looking for {key!r}: no object of that key in {self.url}", key=key)
 
-    async def _find(self, ask: Callable[[Backend], Awaitable[T]], memories: Sequence[Backend]) -> T | None:
-        answers = await _on_all([partial(ask, memory) for memory in memories])
-        return next((answer for answer in answers if not isinstance(answer, StorageError)), None)
+    async def _check_free(self, key: str, memories: Sequence[Backend]) -> None:
+        """Raise ObjectExistsError if one of *memories* has the object."""
+        if any(isinstance(stat, Stat) for stat in await _on_all([partial(memory.stat, key) for memory in memories])):
+            raise ObjectExistsError(f"creating {key!r}: an object of that key exists already", key=key)
 
     def __repr__(self) -> str:
-        return f"<PeerBackend {self.url!r}, {len(self._others)} other hosts>"
+        return f"<PeerBackend {self.url!r}, {len(self.hosts)} other hosts>"
 
 
 class MemoryCall(msgspec.Struct, frozen=True, array_like=True):
@@ -345,7 +331,6 @@ class _Served:
         self._own, self._run = own, run
 
     def answer(self, question: bytes) -> RangeReply:
-        """Answer one call."""
         try:
             call = _CALLS.decode(question)
             if call.verb == "read":
@@ -390,7 +375,6 @@ class _RemoteObject:
         self._key, self._size, self._holders = key, size, holders
 
     def reader(self) -> RangeReader:
-        """Return a reader of it."""
         return RangeReader(self._key, self._size, self._fill)
 
     async def _fill(self, offset: int, into: Buffers, seen: Seen | None) -> None:

@@ -121,20 +121,16 @@ class RangeReader:
         release: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._key = key
-        self._size = size
+        self.size = size
         self._fill = fill
         self._release = release
         self._closed = False
-
-    @property
-    def size(self) -> int:
-        return self._size
 
     async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
         if self._closed:
             raise UsageError(f"{self._key!r} was closed; open it again")
         buffers = Buffers(into)
-        check_range(self._key, offset, buffers.left_bytes, self._size)
+        check_range(self._key, offset, buffers.left_bytes, self.size)
         if buffers.left_bytes:
             await self._fill(offset, buffers, seen)
 

@@ -64,7 +64,6 @@ class Creator:
         return {} if self._conditional is False else _ONLY_NEW
 
     def new_write_id(self) -> str:
-        """Return an id that no other write has."""
         return self._token(16).hex()
 
     async def put_new(self, key: str, data: bytes) -> None:

@@ -48,7 +48,6 @@ class PartPiece(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Its bytes."""
         return sum(len(view) for view in self.views)
 
 
@@ -209,6 +208,9 @@ class Multipart:
 
     Args:
         sending: limits parts under way.
+
+    Attributes:
+        sent: the parts that the store has, by number.
     """
 
     def __init__(self, bucket: Bucket, creator: Creator, key: str, checks: Checks, sending: Limiter) -> None:
@@ -219,12 +221,7 @@ class Multipart:
         self._sending = sending
         self._write_id = creator.new_write_id()
         self._upload_id = ""
-        self._sent: dict[int, SentPart] = {}
-
-    @property
-    def sent(self) -> dict[int, SentPart]:
-        """The parts that the store has, by number."""
-        return self._sent
+        self.sent: dict[int, SentPart] = {}
 
     def sum(self, views: Sequence[memoryview]) -> int:
         """Return the checksum of a part, for `send`. Any thread."""
@@ -259,7 +256,7 @@ class Multipart:
                     self._check(checksum),
                     lambda check: client.upload_part(**address, **check, Body=Body(views, moved) if views else b""),
                 )
-                self._sent[part] = SentPart(answer["ETag"], checksum, sum(len(view) for view in views))
+                self.sent[part] = SentPart(answer["ETag"], checksum, sum(len(view) for view in views))
 
     async def complete(self) -> None:
         """Create the key from the parts sent, in their order."""
@@ -276,7 +273,7 @@ class Multipart:
                 await abort_uploads(self._bucket, self._key, self._upload_id)
 
     async def _complete(self) -> None:
-        numbers = sorted(self._sent)
+        numbers = sorted(self.sent)
         client = await self._bucket.client()
         condition = self._creator.condition
 
@@ -284,8 +281,8 @@ class Multipart:
             parts = [
                 {
                     "PartNumber": number + 1,
-                    "ETag": self._sent[number].etag,
-                    **(self._check(self._sent[number].sum) if check else {}),
+                    "ETag": self.sent[number].etag,
+                    **(self._check(self.sent[number].sum) if check else {}),
                 }
                 for number in numbers
             ]
@@ -299,7 +296,7 @@ class Multipart:
             )
 
         with self._bucket.errors("finishing", self._key):
-            await self._checks.send(self._check_all([self._sent[number] for number in numbers]), complete)
+            await self._checks.send(self._check_all([self.sent[number] for number in numbers]), complete)
 
     def _check(self, value: int) -> dict[str, str]:
         return {} if (summing := self._checks.summing) is None else summing.field(value)

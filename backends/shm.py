@@ -258,7 +258,6 @@ class ShmFiles:
         return True
 
     def spare_bytes(self) -> int:
-        """Return the bytes of all spares."""
         return sum(int(name.split(".")[2]) for name in self._spares())
 
     def drop_spares(self, but: str | None = None) -> None:

@@ -76,7 +76,6 @@ def ragged_range(spec: DTensorSpec, path: Path) -> FlatRange | None:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Return whether *tensor* is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

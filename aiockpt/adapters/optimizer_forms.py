@@ -379,7 +379,6 @@ def _computes_the_same(groups: Iterable[Mapping[str, Node]], lacking: AbstractSe
 
 
 def _state_keys(entries: Iterable[Any]) -> set[str]:
-    """Return the keys of the state of all parameters."""
     return {str(key) for entry in entries if isinstance(entry, Mapping) for key in entry}
 
 

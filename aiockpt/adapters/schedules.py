@@ -66,7 +66,6 @@ _STEPS_LIMIT = 3_000_000
 
 
 def get_state(value: LRScheduler) -> Any:
-    """Return the state of a scheduler."""
     state: Any = value.state_dict()
     if not _returns_attributes(value) or not isinstance(state, dict):
         return state

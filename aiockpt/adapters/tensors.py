@@ -257,7 +257,6 @@ def has_memory_of_its_own(tensor: torch.Tensor) -> bool:
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """Return the code of *dtype* in manifests."""
     return _CODES.get(dtype) or from_torch_name(str(dtype), dtype.itemsize)
 
 

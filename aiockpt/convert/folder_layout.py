@@ -79,7 +79,6 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.size for file in self.files)
 
 

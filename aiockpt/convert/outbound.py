@@ -70,7 +70,6 @@ class Slices:
             await run_blocking(self._engine.state_work, memory.finish)
 
     async def close(self) -> None:
-        """Close the files."""
         await self._fetcher.close()
 
 

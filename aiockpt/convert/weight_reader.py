@@ -131,7 +131,6 @@ class WeightSlice:
         self._read = read
 
     def get_shape(self) -> list[int]:
-        """Return its shape."""
         return list(self._weight.shape)
 
     def get_dtype(self) -> str:

@@ -322,7 +322,6 @@ class Engine:
         return self.world.token(size).hex()
 
     def since_s(self, begun_ns: int) -> float:
-        """Return the seconds since *begun_ns*."""
         return (self.now_ns() - begun_ns) / 1e9
 
     def stages(self, operation: Operation, step: int) -> Stages:

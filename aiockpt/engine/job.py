@@ -62,7 +62,6 @@ class RoundName(msgspec.Struct, frozen=True):
         return f"the save of step {self.step}" + (f", number {self.number}" if self.number > 1 else "")
 
     def key(self, *parts: object) -> str:
-        """Return the key of a note of this round."""
         return "/".join([self.prefix, *map(str, parts)])
 
 

@@ -218,7 +218,8 @@ class Submitter:
 
     def _refuse_in_call(self, job: SaveJob, error: BaseException) -> bool:
         """End a save that its caller was to copy; return whether *error* is left to its future, by ``on_error``."""
-        left_to_future = self._engine.options.on_error != "raise" and _was_done_by_others(error)
+        is_of_others = isinstance(error, CheckpointError) and not isinstance(error, UsageError)
+        left_to_future = self._engine.options.on_error != "raise" and is_of_others
         if left_to_future or job.begun:
             self._refuse(job, error)
         else:  # known to the caller only
@@ -383,10 +384,6 @@ def _warn_of_missing(step: int, metric: str, metrics: Collection[str]) -> None:
         "step %d is saved without the metric of Retention(best=Best(%r)): %s. While no step has it, none is deleted",
         *(step, metric, has),
     )
-
-
-def _was_done_by_others(error: BaseException) -> bool:
-    return isinstance(error, CheckpointError) and not isinstance(error, UsageError)
 
 
 def detach(metrics: Mapping[str, float | torch.Tensor] | None) -> Mapping[str, float | torch.Tensor]:

@@ -493,7 +493,6 @@ class Head(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, manifest: Manifest) -> Head:
-        """Return the head of a *manifest*."""
         return cls(*(getattr(manifest, name) for name in cls.__struct_fields__))
 
 

@@ -116,7 +116,6 @@ def attempt_prefix(attempt: str) -> str:
 
 
 def attempt_folder(step_id: str, attempt: str) -> str:
-    """Return the folder of an attempt."""
     return f"{check_step_id(step_id)}/{attempt_prefix(attempt)}"
 
 
@@ -143,7 +142,6 @@ def part_path(attempt: str, column: str, index: int) -> str:
 
 
 def receipt_folder(step_id: str, attempt: str) -> str:
-    """Return the folder of an attempt's receipts."""
     return f"{attempt_folder(step_id, attempt)}/r"
 
 

@@ -84,9 +84,7 @@ class ReplicaCheckpointer(AbstractContextManager["ReplicaCheckpointer"]):
         """
         step = int(self._manager.current_step())
         if step % self._every or step == self._saved:
-            return (
-                None  # not a step to save, or one that torchft did not commit: the step number is then that of before
-            )
+            return None  # or one that torchft did not commit: the step number is then that of before
         self._saved = step
         if self._loader is not None:
             self._own.save(step, {"loader": self._loader})

@@ -102,7 +102,6 @@ class Mutability:
             )
 
     def _find_kinds(self, tensors: Sequence[TensorShard], owned: OptimizerOwned) -> list[KindKey]:
-        """Return the kind of each of *tensors*."""
         rules = self._rules_for(tensors)
         kinds: list[KindKey] = [self._kind_of(shard, rule, owned) for shard, rule in zip(tensors, rules, strict=True)]
         copied = TensorMemory(

@@ -47,7 +47,6 @@ class Pacing:
         return Throttle(self, pool, busy_slabs, self._now_ns())
 
     def since_s(self, begun_ns: int) -> float:
-        """Return the seconds since *begun_ns*."""
         return (self._now_ns() - begun_ns) / 1e9
 
     def stepped(self, seconds: float) -> None:

@@ -87,7 +87,6 @@ class Endpoint:
         self._begun, self._ending = anyio.Event(), anyio.Event()
 
     def on_event(self, event: Event) -> None:
-        """Record *event*."""
         self._under_way.receive(event)
         match event:
             case Opened():

@@ -106,7 +106,6 @@ class Heartbeat:
     # ------------------------------------------------------------------ events, on the loop thread
 
     def on_event(self, event: Event) -> None:
-        """Record *event*."""
         self._under_way.receive(event)
         self._peers.receive(event)
         match event:
@@ -162,7 +161,6 @@ class Heartbeat:
         self._begun.set()
 
     def beat(self) -> Beat:
-        """Return the beat of this moment."""
         assert self._opened is not None, "Opened is the first event"
         now_ns = time.monotonic_ns()
         apart_s = max((now_ns - self._counted_from_ns) / 1e9, 1e-3)

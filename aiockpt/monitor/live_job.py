@@ -40,7 +40,6 @@ class RankNow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest(self) -> PendingWork | None:
-        """The oldest pending work."""
         return self.beat.pending[0] if self.beat.pending else None
 
 

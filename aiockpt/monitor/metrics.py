@@ -71,7 +71,6 @@ class RunTime:
         self._durable_from_ns: int | None = None
 
     def receive(self, event: Event) -> None:
-        """Record *event*."""
         match event:
             case Opened():
                 self._opened, self._durable_from_ns = event, event.at_ns
@@ -244,7 +243,6 @@ class Metrics:
         return of_time(self._time, time.monotonic_ns())
 
     def on_event(self, event: Event) -> None:
-        """Count *event*."""
         self._time.receive(event)
         handle = self._handlers.get(type(event))
         if handle is not None:

@@ -31,7 +31,7 @@ BLOCKS = "blocks"
 
 
 # gc=False: a span holds no containers, so it is in no cycle, and the collector skips the spans of a long run.
-class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class TimeSpan(msgspec.Struct, frozen=True, gc=False):
     """A span of time on one rank.
 
     Attributes:
@@ -72,55 +72,37 @@ def _of_process(number: int, process: ProcessLog) -> Iterator[TimeSpan]:
     rank, host = process.opened.rank, process.opened.host
     wall_ns = process.wall_ns(0)
     for event in process.events:
-        for operation, stage, seconds, ended_s, key, size, hash_s, failed in _of_event(
-            event, (wall_ns + event.at_ns) / 1e9
-        ):
-            yield TimeSpan(
-                process=number,
-                rank=rank,
-                host=host,
-                step=event.step,
-                operation=operation,
-                stage=stage,
-                begin_s=ended_s - seconds,
-                seconds=seconds,
-                key=key,
-                bytes=size,
-                hash_s=hash_s,
-                failed=failed,
-            )
+        for operation, stage, seconds, ended_s, *moved in _of_event(event, (wall_ns + event.at_ns) / 1e9):
+            yield TimeSpan(number, rank, host, event.step, operation, stage, ended_s - seconds, seconds, *moved)
 
 
-_Found = tuple[Operation, str, float, float, str, int, float, bool]
-"""Operation, stage, seconds, when it ended, key, bytes, seconds hashed, and whether it failed."""
-
-
-def _of_event(event: Event, at_s: float) -> tuple[_Found, ...]:
+def _of_event(event: Event, at_s: float) -> tuple[tuple[Any, ...], ...]:
+    """Return of each span its operation, stage, seconds, when it ended, and the fields of `TimeSpan` from *key* on."""
     match event:
         case StageEnded():
             moved = event.key, event.bytes, event.hash_s, event.failed
             return ((event.operation, event.stage, event.seconds, at_s, *moved),)
         case BytesWritten(seconds=seconds) if seconds:
-            return (("save", BLOCKS, seconds, at_s, event.key, event.bytes, 0.0, False),)
+            return (("save", BLOCKS, seconds, at_s, event.key, event.bytes),)
         case SnapshotTaken():
             # Without *seconds* (traces of older versions) the longer of the two stands for the time since the call.
             called_s = at_s - (event.seconds or max(event.copy_s, event.pause_s))
             return (
-                ("save", "snapshot", event.copy_s, at_s, event.snapshot, event.bytes, 0.0, False),
-                ("save", "pause", event.pause_s, called_s + event.pause_s, "", 0, 0.0, False),
+                ("save", "snapshot", event.copy_s, at_s, event.snapshot, event.bytes),
+                ("save", "pause", event.pause_s, called_s + event.pause_s),
             )
         case BarrierWaited():
-            return (("save", "barrier", event.seconds, at_s, "", 0, 0.0, False),)
+            return (("save", "barrier", event.seconds, at_s),)
         case Committed():
-            return (("save", WHOLE, event.seconds, at_s, "", event.bytes, 0.0, False),)
+            return (("save", WHOLE, event.seconds, at_s, "", event.bytes),)
         case SaveFailed():
             return (("save", WHOLE, event.seconds, at_s, event.error, 0, 0.0, True),)
         case Loaded():
-            return (("load", WHOLE, event.seconds, at_s, "", event.read_bytes, 0.0, False),)
+            return (("load", WHOLE, event.seconds, at_s, "", event.read_bytes),)
         case Promoted():
-            return (("copy", WHOLE, event.seconds, at_s, event.url, event.bytes, 0.0, False),)
+            return (("copy", WHOLE, event.seconds, at_s, event.url, event.bytes),)
         case Replicated():
-            return (("copy", WHOLE, event.seconds, at_s, event.url, 0, 0.0, False),)
+            return (("copy", WHOLE, event.seconds, at_s, event.url),)
         case _:
             return ()
 

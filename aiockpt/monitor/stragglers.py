@@ -56,12 +56,10 @@ class StageTimes:
         self._taken: dict[StageKey, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
 
     def add(self, rank: int, key: StageKey, step: int, seconds: float) -> None:
-        """Add what a stage of *step* took on *rank*."""
         ranks = self._taken[key][step]
         ranks[rank] = ranks.get(rank, 0.0) + seconds
 
     def stages(self) -> list[StageKey]:
-        """Return the recorded stages."""
         return list(self._taken)
 
     def together(self, operation: Operation, stages: Iterable[str]) -> Steps:
@@ -326,9 +324,9 @@ class PeerTimes:
         for data in await get_many(backend, keys, MAX_BYTES):
             if data is not None:  # else gone meanwhile
                 _add_times(times, data, opened)
-        known = {_key_of(straggler) for straggler in self.slow}
+        known = {(straggler.rank, straggler.operation) for straggler in self.slow}
         self.slow = await anyio.to_thread.run_sync(stragglers, times)  # 0.1 s for a thousand ranks
-        new = [straggler for straggler in self.slow if _key_of(straggler) not in known]
+        new = [straggler for straggler in self.slow if (straggler.rank, straggler.operation) not in known]
         for straggler in new:
             logger.warning("%s", explain(straggler))
         return new
@@ -358,7 +356,3 @@ def explain(slow: Straggler) -> str:
         f"rank {slow.rank} ({slow.host}) is slow: {slow.stage} takes {slow.factor:.1f} ×, {slow.extra_s:.3g} s more "
         f"each {slow.operation} since step {slow.since}; likely: {slow.cause}"
     )
-
-
-def _key_of(slow: Straggler) -> tuple[int, Operation]:
-    return slow.rank, slow.operation

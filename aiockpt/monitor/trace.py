@@ -72,16 +72,13 @@ class TraceFile:
         self._mesh = _coordinates(mesh)
         self._lines: list[bytes] = []
         self._opened: Opened | None = None
-        self._news: anyio.Event | None = None
-        self._end: anyio.Event | None = None
-        self._ending = False
+        self._news, self._end = anyio.Event(), anyio.Event()
 
     def on_event(self, event: Event) -> None:
-        """Queue *event*."""
         if isinstance(event, Opened):
             event = self._opened = msgspec.structs.replace(event, mesh=self._mesh)
         self._lines.append(msgspec.json.encode(event) + b"\n")
-        self._wake()
+        self._news.set()
 
     async def run(self) -> None:
         """Write the queue whenever it is not empty, until `aclose`.
@@ -90,7 +87,6 @@ class TraceFile:
             UsageError: no file was named, and no place is a folder.
             OSError: the file cannot be written; later events are dropped.
         """
-        self._ending = False
         self._end = anyio.Event()
         await self._wait_for_news()
         if not self._lines:
@@ -103,7 +99,7 @@ class TraceFile:
             # a: every write goes to the end, wherever another process has put it; +: `_begin` reads the last byte.
             async with aiofiles.open(path, "a+b", buffering=0) as file:
                 end = await _begin(file)
-                while not self._ending or self._lines:
+                while not self._end.is_set() or self._lines:
                     lines, self._lines = self._lines, []
                     if lines:
                         last_s = anyio.current_time()
@@ -122,10 +118,8 @@ class TraceFile:
 
     async def aclose(self) -> None:
         """Stop `run` when all is written."""
-        self._ending = True
-        if self._end is not None:
-            self._end.set()
-        self._wake()
+        self._end.set()
+        self._news.set()
 
     def _place(self) -> str:
         """Return the path of the file; make its folder where the path is the default."""
@@ -142,15 +136,11 @@ class TraceFile:
 
     async def _wait_for_news(self, most_s: float | None = None) -> bool:
         """Wait for a line or for `aclose`; return False where neither comes within *most_s* seconds."""
-        if not self._lines and not self._ending:
+        if not self._lines and not self._end.is_set():
             self._news = anyio.Event()
             with anyio.move_on_after(most_s):
                 await self._news.wait()
-        return bool(self._lines) or self._ending
-
-    def _wake(self) -> None:
-        if self._news is not None:
-            self._news.set()
+        return bool(self._lines) or self._end.is_set()
 
     def __repr__(self) -> str:
         return f"<TraceFile {self._path!r}, {len(self._lines)} events queued>"

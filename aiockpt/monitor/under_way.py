@@ -52,9 +52,6 @@ class _Work:
         self.bytes, self.done_bytes = total, 0
         self.logged_ns = 0
 
-    def lasts_ns(self, now_ns: int) -> int:
-        return now_ns - self.begun_ns
-
     def at(self, now_ns: int) -> PendingWork:
         return PendingWork(
             operation=self.operation,
@@ -75,7 +72,6 @@ class UnderWay:
         self._durable: tuple[int, int] | None = None
 
     def receive(self, event: Event) -> None:
-        """Record *event*."""
         match event:
             case SaveStarted():
                 self._work["save", event.step] = _Work("save", event.step, "snapshot", event.at_ns, event.bytes)
@@ -111,7 +107,7 @@ class UnderWay:
         """Return whether some work has exceeded *overdue_s*, or twice its duration when it was last reported."""
         late = False
         for work in self._work.values():
-            if (lasts_ns := work.lasts_ns(now_ns)) > max(overdue_s * 1e9, 2 * work.logged_ns):
+            if (lasts_ns := now_ns - work.begun_ns) > max(overdue_s * 1e9, 2 * work.logged_ns):
                 work.logged_ns, late = lasts_ns, True
         return late
 

@@ -31,7 +31,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
 from operator import ne
-from types import TracebackType
 
 import torch
 
@@ -130,11 +129,9 @@ class InFlightSlabs:
     def __enter__(self) -> InFlightSlabs:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, failed: object, *_: object) -> None:
         try:
-            while error is None and self._filling:
+            while failed is None and self._filling:
                 self._wait_for_first()
         finally:
             while self._filling:

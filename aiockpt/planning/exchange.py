@@ -54,7 +54,6 @@ class SharedRange(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all spans."""
         return sum(span.end - span.start for span in self.spans)
 
 

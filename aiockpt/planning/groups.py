@@ -31,6 +31,5 @@ def groups_of(world_size: int) -> list[range]:
 
 
 def group_of(rank: int, world_size: int) -> range | None:
-    """Return the group of *rank*, if it has one."""
     groups = groups_of(world_size)
     return groups[rank // group_size(world_size)] if groups else None

@@ -81,7 +81,6 @@ class LoadPlan(msgspec.Struct, frozen=True):
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes of all landings."""
         return sum(one.end - one.start for landings in self.passes for some in landings.values() for one in some)
 
 

@@ -247,7 +247,6 @@ def _read(flat: list[LocalBoxes]) -> _BoxColumns | None:
 def _find_problems(
     lists: Sequence[Sequence[LocalBoxes]], ranks_of_list: Sequence[list[int]]
 ) -> list[tuple[str, list[int]]]:
-    """Return the problems, each with the ranks that have it."""
     encode = msgspec.msgpack.Encoder().encode
     contents = [{encode(one): one for one in some} for some in lists]
     distinct = {key: one for some in contents for key, one in some.items()}

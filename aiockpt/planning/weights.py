@@ -276,20 +276,10 @@ def _vote(
     tree: Node,
 ) -> Receipt:
     return Receipt(
+        **{name: getattr(whole, name) for name in _AS_BEFORE},
         requires=required_for(tensors, left_out),
-        id=whole.id,
-        step=whole.step,
-        generation=whole.generation,
-        sequence=whole.sequence,
-        run=whole.run,
-        parent=whole.parent,
-        ancestors=whole.ancestors,
-        forked_from=whole.forked_from,
-        older=whole.older,
         attempt=attempt,
         rank=rank,
-        world_size=whole.world_size,
-        created_ns=whole.created_ns,
         plan_digest="",
         scalars_digest="",
         files=(),
@@ -297,7 +287,11 @@ def _vote(
         alias=alias,
         left_out=left_out or msgspec.UNSET,
         state=tree,
-        metrics=whole.metrics,
-        user=whole.user,
-        config=whole.config,
     )
+
+
+_AS_BEFORE = (
+    *("id", "step", "generation", "sequence", "run", "parent", "ancestors", "forked_from", "older"),
+    *("world_size", "created_ns", "metrics", "user", "config"),
+)
+"""What the weights of a step have in common with the whole of it."""

@@ -106,7 +106,6 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
             raise AssertionError(self.explain())
 
     def to_json(self) -> bytes:
-        """Return it as JSON."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
 
 
@@ -160,7 +159,6 @@ class Evidence(msgspec.Struct, frozen=True):
 
 
 def judge(runner: Runner, how: Proof, starts: Sequence[Start], evidence: Evidence) -> Certificate:
-    """Return the certificate."""
     near = how.close is not None or how.resume_with is not None
     control = evidence.control.differing()
     rows = [

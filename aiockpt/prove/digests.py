@@ -34,7 +34,6 @@ def digest_bytes(data: bytes) -> str:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return the digest of a tensor of any kind."""
     hasher = xxhash.xxh3_128()
     _feed(hasher, tensor)
     return hasher.hexdigest()

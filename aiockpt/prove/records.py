@@ -33,7 +33,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def place(self) -> Place:
-        """The place in the training."""
         return self.label, self.count
 
 
@@ -148,7 +147,6 @@ _DECODER: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(described(AnyRe
 
 
 def encode(record: AnyRecord) -> bytes:
-    """Return *record* as one line."""
     return msgspec.json.encode(record) + b"\n"
 
 

@@ -38,7 +38,6 @@ class Session:
         self._checkpointers: list[weakref.ref[Closes]] = []
 
     def add(self, checkpointer: Closes) -> None:
-        """Add a checkpointer of this run."""
         self._checkpointers.append(weakref.ref(checkpointer))
 
     def close(self) -> None:

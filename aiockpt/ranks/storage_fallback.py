@@ -246,12 +246,7 @@ class Visibility:
         self._place = place
         self._note = f"place/{place.number}"
         self._asking = anyio.Lock()
-        self._seen = seen
-
-    @property
-    def seen(self) -> bool:
-        """Whether that is known, so that no check is needed."""
-        return self._seen
+        self.seen = seen
 
     async def check(self, notes: RoundNotes, fallback: StorageFallback | None) -> None:
         """Return when this rank sees what rank 0 wrote; at once after the first time.
@@ -264,9 +259,9 @@ class Visibility:
             RankError: another rank failed, or rank 0 is silent.
         """
         async with self._asking:
-            if not self._seen:
+            if not self.seen:
                 async with notes.watching_failures():
-                    self._seen = await self._run_probe(notes, fallback)
+                    self.seen = await self._run_probe(notes, fallback)
 
     async def _run_probe(self, notes: RoundNotes, fallback: StorageFallback | None) -> bool:
         """Run the check; return False if the store is lost first: then the votes, or their absence, give the answer."""

@@ -60,7 +60,6 @@ FIRST_WORKERS = 2
 
 
 def thread_id() -> int:
-    """Return the identifier of this thread."""
     return threading.get_ident()
 
 

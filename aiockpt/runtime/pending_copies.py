@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from threading import Lock, RLock
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -228,9 +227,7 @@ class Mutating:
             self._count(-1)
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._count(-1)
 
     async def __aenter__(self) -> None:
@@ -241,9 +238,7 @@ class Mutating:
             self._count(-1)
             raise
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._count(-1)
 
     def _count(self, more: int) -> None:

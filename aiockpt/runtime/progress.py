@@ -49,7 +49,7 @@ _TRIES = 100
 """Reads of a record that is being written, at most: a write takes less than a microsecond."""
 
 
-class ProgressRecord(msgspec.Struct, frozen=True, kw_only=True):
+class ProgressRecord(msgspec.Struct, frozen=True):
     """What one rank has told.
 
     Attributes:
@@ -260,19 +260,9 @@ class ProgressReader:
             return None
         _, pid, thread, step, steps, stage, step_s, mark_s, thrown_s, _ = train
         _, commits, beside_s, text, _ = beside
-        return ProgressRecord(
-            pid=pid,
-            thread=thread,
-            step=step,
-            steps=steps,
-            stage=STAGES[stage],
-            step_s=step_s,
-            mark_s=mark_s,
-            thrown_s=thrown_s,
-            commits=commits,
-            beside_s=beside_s,
-            beside=text.rstrip(b"\0").decode(errors="replace"),
-        )
+        told = text.rstrip(b"\0").decode(errors="replace")
+        times = step_s, mark_s, thrown_s
+        return ProgressRecord(pid, thread, step, steps, STAGES[stage], *times, commits, beside_s, told)
 
     def _read(self, form: struct.Struct, offset: int) -> tuple[Any, ...] | None:
         """Return a part that was whole, by its number at both ends."""

@@ -96,7 +96,7 @@ class SlabPool:
     """
 
     def __init__(self, slab_bytes: int, ceiling_bytes: int | None, memory: Memory | None = None) -> None:
-        self._slab_bytes = slab_bytes
+        self.slab_bytes = slab_bytes
         self._memory = memory or PrivateMemory()
         self._numbers = count()
         self._fits = ceiling_bytes is None
@@ -113,10 +113,6 @@ class SlabPool:
         self._new: list[Slab] = []
 
     @property
-    def slab_bytes(self) -> int:
-        return self._slab_bytes
-
-    @property
     def is_full(self) -> bool:
         """Whether `acquire` would have to wait now."""
         with self._changed:
@@ -128,7 +124,7 @@ class SlabPool:
         A state grows once, when its optimizer makes its moments with the first step; the pool grows with it.
         """
         if self._fits and slab_count > self._ceiling:
-            spare = available_bytes() // self._slab_bytes
+            spare = available_bytes() // self.slab_bytes
             with self._changed:
                 allowed = (spare + self._allocated) // 4
                 self._ceiling = max(self._ceiling, min(slab_count, allowed))
@@ -138,7 +134,7 @@ class SlabPool:
         """Allocate and touch *slab_count* slabs, as far as the ceiling goes."""
         while self._claim_new(min(slab_count, self._ceiling)):
             slab = self._make()
-            self._pinning.pin(slab.address, self._slab_bytes)
+            self._pinning.pin(slab.address, self.slab_bytes)
             self._add(slab)
 
     def has(self, slab_count: int) -> bool:
@@ -154,7 +150,7 @@ class SlabPool:
         with self._changed:
             new, self._new = self._new, []
         for slab in new:
-            self._memory.make_huge(slab.address, self._slab_bytes)
+            self._memory.make_huge(slab.address, self.slab_bytes)
 
     @property
     def is_huge(self) -> bool:
@@ -185,7 +181,7 @@ class SlabPool:
             ClosedError: the pool was closed meanwhile.
         """
         slab = self._acquire(timeout_s)
-        self._pinning.pin(slab.address, self._slab_bytes)
+        self._pinning.pin(slab.address, self.slab_bytes)
         return slab
 
     def _acquire(self, timeout_s: float) -> Slab:
@@ -224,7 +220,7 @@ class SlabPool:
         """Allocate a slab that is already counted, outside the lock: touching the pages takes milliseconds."""
         number = next(self._numbers)
         try:
-            slab = Slab(self._memory.map(number, self._slab_bytes), number)
+            slab = Slab(self._memory.map(number, self.slab_bytes), number)
         except BaseException:
             with self._changed:
                 self._allocated -= 1
@@ -265,9 +261,9 @@ class SlabPool:
     def statistics(self) -> PoolStatistics:
         with self._changed:
             return PoolStatistics(
-                self._slab_bytes,
-                self._ceiling * self._slab_bytes,
-                self._allocated * self._slab_bytes,
+                self.slab_bytes,
+                self._ceiling * self.slab_bytes,
+                self._allocated * self.slab_bytes,
                 self._used,
                 self._peak_used,
                 len(self._waiters),

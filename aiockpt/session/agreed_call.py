@@ -40,7 +40,7 @@ class CallNotes:
     """
 
     def __init__(self, board: NoteBoard, make_lookout: MakeLookout) -> None:
-        self.board, self._make_lookout = board, make_lookout
+        self.board, self.make_lookout = board, make_lookout
         self.leads = board.rank == 0
         self._begun = False
         self._pause_s = max(POLL_S, POLL_OF_A_RANK_S * board.world_size)
@@ -84,7 +84,7 @@ class CallNotes:
         Raises:
             RankError: rank 0 has not answered; longer than *deadline_s* seconds, for it decides also after its deadline.
         """
-        board, lookout = self.board, self._make_lookout(f"the agreement {what}", deadline_s)
+        board, lookout = self.board, self.make_lookout(f"the agreement {what}", deadline_s)
         await board.post(f"{round_key}at/{board.rank}", calls)
         if not self.leads:
             return await board.wait(f"{round_key}decision", kind, deadline_s + GOODBYE_S, what, lookout=lookout)

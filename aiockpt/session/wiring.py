@@ -229,18 +229,13 @@ def connect_hosts(
     destination: Destination, tiers: Sequence[Tier], incarnation: Incarnation
 ) -> list[Callable[[], object]]:
     """Connect the memories of the job's hosts, where steps are kept there; return a function to end each connection."""
-    of_hosts = [
-        (place, tier) for place, tier in zip(destination.places, tiers, strict=True) if _is_of_hosts(place.backend)
-    ]
+    places = zip(destination.places, tiers, strict=True)
+    of_hosts = [(place, tier) for place, tier in places if place.backend.traits.scope == "hosts"]
     if incarnation.world_size == 1 or not of_hosts:
         return []
     from aiockpt.places.peers.keeper import keep_copies
 
     return [keep_copies(place, tier, incarnation) for place, tier in of_hosts]
-
-
-def _is_of_hosts(backend: Backend) -> bool:
-    return backend.traits.scope == "hosts"
 
 
 def share_memory(tiers: Sequence[Tier], backends: Sequence[Backend], world: World | None) -> SharedMemory:
@@ -320,5 +315,5 @@ def start_interruption(
 
     assert isinstance(interruption, PreemptionHandler)
     alone = incarnation.world_size == 1
-    agreement = EndsAlone() if alone else EndsWithRanks(NoteBoard(incarnation, "preemption"), make_lookout)
+    agreement = EndsAlone() if alone else EndsWithRanks(CallNotes(NoteBoard(incarnation, "preemption"), make_lookout))
     interruption.begin(engine, destination, agreement)

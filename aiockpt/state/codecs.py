@@ -111,10 +111,6 @@ def _read_float(node: Mapping[str, Any]) -> float:
     return named[field(node, "value", str)]
 
 
-def _write_complex(value: complex) -> Fields:
-    return {"$": "complex", "real": write_float(value.real), "imag": write_float(value.imag)}
-
-
 def _read_complex(node: Mapping[str, Any]) -> complex:
     real, imag = (_read_float(part) if type(part) is dict else part for part in (node["real"], node["imag"]))
     return complex(real, imag)
@@ -143,35 +139,25 @@ def _read_time(node: Mapping[str, Any]) -> dt.datetime | dt.time:
     return cls.fromisoformat(field(node, "value", str)).replace(fold=field(node, "fold", int))
 
 
-def _write_timedelta(value: dt.timedelta) -> Fields:
-    return {"$": "timedelta", "parts": [value.days, value.seconds, value.microseconds]}
-
-
 def _read_timedelta(node: Mapping[str, Any]) -> dt.timedelta:
     days, seconds, microseconds = field(node, "parts", list)
     return dt.timedelta(days, seconds, microseconds)
 
 
-def _write_path(value: pathlib.PurePath) -> Fields:
-    return {"$": "path", "class": type(value).__name__, "value": check_text(str(value))}
-
-
-def _read_path(node: Mapping[str, Any]) -> pathlib.PurePath:
-    return PATHS[field(node, "class", str)](field(node, "value", str))
-
-
 WRITERS: dict[type, Callable[[Any], Any]] = {
     int: write_int,
     float: write_float,
-    complex: _write_complex,
+    complex: lambda value: {"$": "complex", "real": write_float(value.real), "imag": write_float(value.imag)},
     range: _write_range,
     decimal.Decimal: lambda value: {"$": "Decimal", "value": str(value)},
     dt.datetime: _write_time,
     dt.time: _write_time,
     dt.date: lambda value: {"$": "date", "value": value.isoformat()},
-    dt.timedelta: _write_timedelta,
+    dt.timedelta: lambda value: {"$": "timedelta", "parts": [value.days, value.seconds, value.microseconds]},
     uuid.UUID: lambda value: {"$": "UUID", "value": value.hex},
-    **dict.fromkeys(PATHS.values(), _write_path),
+    **dict.fromkeys(
+        PATHS.values(), lambda value: {"$": "path", "class": type(value).__name__, "value": check_text(str(value))}
+    ),
 }
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -185,7 +171,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "date": lambda node: dt.date.fromisoformat(field(node, "value", str)),
     "timedelta": _read_timedelta,
     "UUID": lambda node: uuid.UUID(hex=field(node, "value", str)),
-    "path": _read_path,
+    "path": lambda node: PATHS[field(node, "class", str)](field(node, "value", str)),
 }
 
 

@@ -211,20 +211,12 @@ def _write_list(encoder: Encoder, value: Collection[Any], path: Path) -> Node:
     return [encoder.encode(item, (*path, index)) for index, item in enumerate(value)]
 
 
-def _write_tuple(encoder: Encoder, value: tuple[Any, ...], path: Path) -> Node:
-    return {TAG: "tuple", "items": _write_list(encoder, value, path)}
-
-
 def _write_set(encoder: Encoder, value: set[Any] | frozenset[Any], path: Path) -> Node:
     kind = type(value).__name__
     if len(value) >= LONG_LIST and (node := encoder.leaves.encode_numbers(value, path, in_order=False)) is not None:
         return {TAG: kind, "items": node}
     items = [encoder.encode_fixed(item, (*path, index)) for index, item in enumerate(value)]
     return {TAG: kind, "items": sorted(items, key=msgspec.json.encode)}
-
-
-def _write_deque(encoder: Encoder, value: deque[Any], path: Path) -> Node:
-    return {TAG: "deque", "items": _write_list(encoder, value, path), "maxlen": value.maxlen}
 
 
 def _write_dict(encoder: Encoder, value: dict[Any, Any], path: Path) -> Node:
@@ -293,11 +285,13 @@ _WRITERS: dict[type, Callable[[Encoder, Any, Path], Node]] = {
     bytes: _write_bytes,
     bytearray: _write_bytes,
     list: _write_list,
-    tuple: _write_tuple,
+    tuple: lambda encoder, value, path: {TAG: "tuple", "items": _write_list(encoder, value, path)},
     set: _write_set,
     frozenset: _write_set,
     array: _write_array,
-    deque: _write_deque,
+    deque: lambda encoder, value, path: (
+        {TAG: "deque", "items": _write_list(encoder, value, path), "maxlen": value.maxlen}
+    ),
     dict: _write_dict,
     OrderedDict: _write_named_dict,
     Counter: _write_named_dict,
@@ -329,18 +323,14 @@ class Decoder:
     Args:
         codecs: the user's classes; None returns an `Opaque` for every one of them, for inspection only.
         leaves: the framework's values.
-        dry: check that each codec is registered but call none; returns an `Opaque`, too.
+        dry: check that each codec is registered but call none; returns an `Opaque`, too. (The tensors that values are made
+            of may not be loaded yet.)
     """
 
     def __init__(self, codecs: CodecRegistry | None, leaves: ValueReader, *, dry: bool = False) -> None:
         self._codecs = codecs
         self._leaves = leaves
-        self._dry = dry
-
-    @property
-    def is_dry(self) -> bool:
-        """Whether no value is made: the tensors that values are made of may not be loaded yet."""
-        return self._dry
+        self.is_dry = dry
 
     @property
     def describes_only(self) -> bool:
@@ -405,7 +395,7 @@ class Decoder:
         if codec is None and self._codecs is not None:
             raise UsageError(f"{join_name(path)}: saved by the codec {name!r}; register it before you load")
         value = self.decode(node["value"], (*path, name))
-        if codec is None or self._dry:
+        if codec is None or self.is_dry:
             return Opaque(name, value)
         try:
             return codec.from_plain(value)

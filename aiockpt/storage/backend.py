@@ -325,7 +325,6 @@ def check_key(key: str, *, portable: bool = True) -> str:
 
 
 def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
-    """Return *keys*, each of them checked by `check_key`."""
     return tuple(check_key(key) for key in keys)
 
 

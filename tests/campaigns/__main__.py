@@ -45,39 +45,14 @@ from tests.campaigns.campaign import Campaign, Case, Outcomes, Report, run
 
 CAMPAIGNS = {
     campaign.name: campaign
-    for campaign in (
-        power_cuts.CAMPAIGN,
-        sigkill.CAMPAIGN,
-        sigkill_ranks.CAMPAIGN,
-        preemptions.CAMPAIGN,
-        preemptions.RANKS,
-        late_training.CAMPAIGN,
-        even_ranks.CAMPAIGN,
-        epoch_ends.CAMPAIGN,
-        stragglers.CAMPAIGN,
-        stragglers.QUIET,
-        faults.CAMPAIGN,
-        stalls.CAMPAIGN,
-        stalls.HEALTHY,
-        bit_flips.CAMPAIGN,
-        hostile_manifests.CAMPAIGN,
-        failing_calls.CAMPAIGN,
-        cancellations.CAMPAIGN,
-        object_store.CAMPAIGN,
-        reads.CAMPAIGN,
-        peer_memory.CAMPAIGN,
-        peer_schedules.CAMPAIGN,
-        publishing.CAMPAIGN,
-        restarts.CAMPAIGN,
-        restarts.PROCESSES,
-        rewinds.CAMPAIGN,
-        histories.CAMPAIGN,
-        states.CAMPAIGN,
-        mutants.CAMPAIGN,
-        decoders.MUTATED,
-        decoders.GUIDED,
+    for module in (
+        power_cuts, sigkill, sigkill_ranks, preemptions, late_training, even_ranks, epoch_ends, stragglers, faults,
+        stalls, bit_flips, hostile_manifests, failing_calls, cancellations, object_store, reads, peer_memory,
+        peer_schedules, publishing, restarts, rewinds, histories, states, mutants, decoders,
     )
-}
+    for campaign in vars(module).values()
+    if isinstance(campaign, Campaign)
+}  # fmt: skip
 CASE_DEADLINE_S = 120.0
 """A case that takes longer hangs, and that is a finding."""
 OWN_DEADLINES = (decoders.GUIDED, mutants.CAMPAIGN, faults.CAMPAIGN, stalls.CAMPAIGN)

@@ -21,7 +21,7 @@ from aiockpt.backends.peer import PeerBackend
 from aiockpt.errors import from_os_error
 from aiockpt.events import Event, Replicated
 from aiockpt.storage.forwarding import BackendCall, Forwarding
-from aiockpt.tools.examples.recovering_rank import DISK, EVENTS, FAULTS, RUN, WRITES, EventLines
+from aiockpt.tools.examples.recovering_rank import DISK, EVENTS, FAULTS, RUN, WRITES, open_lines
 from tests.inline_process import TINY
 from tests.launch.trainer import FOREVER_S, Slow
 from tests.rewind.jobs import Plan, Trainee
@@ -154,7 +154,7 @@ def _train(job: FaultyJob, folder: Path, memory: Path, host: int) -> None:
     dist.init_process_group("gloo")
     rank, plan = dist.get_rank(), job.plan
     faults = folder / FAULTS
-    stalls, lines, copies = Stalls(job.stalls, rank, faults), EventLines(folder / EVENTS, rank, host), Copies()
+    stalls, lines, copies = Stalls(job.stalls, rank, faults), open_lines(folder / EVENTS, rank, host), Copies()
     trainee, loader = Trainee(rank), plan.loader(rank)
     disk = FailingDisk(LocalBackend(folder / RUN), faults / DISK, job.disk)
     tiers = [

@@ -38,7 +38,7 @@ def test_it_dies_once_the_state_is_snapshotted_and_some_of_it_is_written(
 
 def test_what_is_told_comes_out_of_the_pipe_line_by_line_with_every_bit_of_the_loss() -> None:
     hear, tell = os.pipe()
-    teller = StepReporter(tell, rank=2)
+    teller = StepReporter(tell, 2)
     teller.on_step(3, 1 / 3)
     teller.on_event(GarbageDeleted(at_ns=0, key="not of interest"))
     teller.on_event(Committed(at_ns=0, step=3, bytes=9, seconds=0.5, generation=1))

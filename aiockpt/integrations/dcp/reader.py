@@ -188,7 +188,6 @@ class _Fetch:
         self._parts[name].append((tuple(item.storage_offsets), target))
 
     def state(self) -> dict[str, Any]:
-        """Return the state to load."""
         state: dict[str, Any] = {}
         for name, parts in self._parts.items():
             stored = self._found.metadata.state_dict_metadata[name]

@@ -39,7 +39,6 @@ def used_names(engine: Any) -> set[str]:
 
 
 def build_state(engine: Any, client_state: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the state of an engine to save."""
     partitions = find_partitions(engine)
     return {
         MODEL: nest(dict(module_leaves(engine, partitions))),

@@ -97,7 +97,6 @@ class CheckpointFolders:
         self.run = 0
 
     def path(self, step: int) -> Path:
-        """Return the folder of a step."""
         return Path(self._trainer.args.output_dir) / f"{PREFIX}{step_in_run(step)}"
 
     def set_aside(self, step: int) -> None:

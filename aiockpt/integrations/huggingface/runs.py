@@ -33,7 +33,6 @@ def is_first_run() -> bool:
 
 
 def run_of(step: int) -> int:
-    """Return the run of a saved step."""
     return step // RUN
 
 

@@ -154,7 +154,6 @@ class _Attached:
         self._folder: Any = None
 
     def replace_methods(self) -> None:
-        """Replace the methods."""
         trainer, overrides, put = self._trainer, self._overrides, self._replacements.put
         loading: dict[str, Callable[..., Any]] = {
             "_load_from_checkpoint": self._load_model,

@@ -104,7 +104,6 @@ class AsyncCheckpoint(callbacks.Checkpoint):  # type: ignore[misc]  # Any, where
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
-        """The metric of the best checkpoint."""
         step = self._best_step()
         return None if step is None else torch.tensor(self._scores[step])
 

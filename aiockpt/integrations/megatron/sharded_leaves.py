@@ -162,7 +162,6 @@ class GlobalTensors:
                 known.append((offsets, part))
 
     def to_save(self) -> dict[str, Any]:
-        """Return the state to save."""
         state: dict[str, Any] = {}
         for key, shape in self.shapes.items():
             parts = self._parts[key] if self._saves[key] else []

@@ -14,8 +14,9 @@ One process of each host pulls, that of its lowest rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import anyio
@@ -124,6 +125,7 @@ class Keeper:
         if self._board.rank == 0 and self._copies and (alone := exposed(holders, domains)):
             warn_of_exposed(self._backend.url, alone, hosts)
         sources = sources_of(self._found.host_id, holders)
+        ranks = {rank for host in hosts.all if host.id in sources for rank in host.ranks}
         async with open_tasks() as tasks:
             if leads:
                 with suppress(CheckpointError):
@@ -137,8 +139,14 @@ class Keeper:
                     engine = self._place.engine
                     engine.emit(PromotionQueued(at_ns=engine.now_ns(), step=committed.step, url=self._backend.url))
                     tasks.start_soon(self._follow_to_the_end, committed)
-                    if leads and (problem := await self._pull_saved(committed, hosts, sources)):
-                        tasks.start_soon(self._pull_again, committed, hosts, sources, problem)
+                    if not leads:
+                        continue
+                    pull = partial(self._pull_saved, committed, ranks, len(hosts.all))
+                    if problem := await _try(pull):
+                        self._end_settling()
+                        url, step = self._backend.url, committed.step
+                        logger.warning("%s: step %d is not copied to this host yet: %s", url, step, problem)
+                        tasks.start_soon(_try_again, pull)
 
     async def _find_hosts(self) -> Hosts:
         """Join the other ranks as soon as they come: rank 0 alone may read anything here in the first call of all."""
@@ -162,74 +170,48 @@ class Keeper:
 
     # ------------------------------------------------------------------ copies
 
-    async def _pull_again(self, committed: Committed, hosts: Hosts, sources: Sequence[str], problem: str) -> None:
-        """Copy a step after a *problem*, unless it goes meanwhile."""
-        step = committed.step
-        self._end_settling()
-        logger.warning("%s: step %d is not copied to this host yet: %s", self._backend.url, step, problem)
-        for pause_s in growing_pauses(RETRY_S, LAGGING_S):
-            await anyio.sleep(pause_s)
-            if await self._is_over(step_id(step), committed.generation):
-                return
-            if not await self._pull_saved(committed, hosts, sources):
-                return
-
-    async def _pull_saved(self, committed: Committed, hosts: Hosts, sources: Sequence[str]) -> str:
-        """Copy what this host is to hold of a step that was committed; return why it could not be, or nothing."""
-        ranks = {rank for host in hosts.all if host.id in sources for rank in host.ranks}
+    async def _pull_saved(self, committed: Committed, ranks: Collection[int], host_count: int) -> None:
+        """Copy the files of *ranks* of a step that was committed."""
         try:
-            try:
-                manifest = await read_manifest(self._backend, step_id(committed.step), committed.generation)
-            except ObjectNotFoundError:
-                return ""  # it is gone already: newer ones are copied by themselves
-            await self._pull(manifest, [index for index, file in enumerate(manifest.files) if file.rank in ranks])
-            await self._arrive(manifest, hosts)
-        except StoreLostError:
-            return ""  # the job ends
-        except CheckpointError as error:
-            return str(error)
-        return ""
+            manifest = await read_manifest(self._backend, step_id(committed.step), committed.generation)
+        except ObjectNotFoundError:
+            return  # it is gone already: newer ones are copied by themselves
+        await self._pull(manifest, [index for index, file in enumerate(manifest.files) if file.rank in ranks])
+        await self._arrive(manifest, host_count)
 
     async def _restore(self, hosts: Hosts, holders: Mapping[str, Sequence[str]]) -> None:
         """Copy again what hosts that are gone had held of the newest steps, until that is done or newer ones are copied."""
-        for pause_s in growing_pauses(RETRY_S, LAGGING_S):
-            problem = await self._restore_once(hosts, holders)
-            if not problem or self._posted:
-                return
-            if pause_s == RETRY_S:
-                logger.warning("%s: the copies of an earlier run are not complete yet: %s", self._backend.url, problem)
-            await anyio.sleep(pause_s)
+        copy = partial(self._restore_once, hosts, holders)
+        if (problem := await _try(copy)) and not self._posted:
+            logger.warning("%s: the copies of an earlier run are not complete yet: %s", self._backend.url, problem)
+            await _try_again(copy)
 
-    async def _restore_once(self, hosts: Hosts, holders: Mapping[str, Sequence[str]]) -> str:
-        """Do so; return why it could not be done, or nothing."""
-        try:
-            entries = sorted(await scan(self._backend), key=lambda entry: entry.head.sequence if entry.head else -1)
-            for entry in [entry for entry in entries if entry.head is not None][-RESTORED:]:
-                manifest = await newest_manifest(self._backend, entry)
-                held = await self._who_holds(manifest)
-                wanted = []
-                for index, file in enumerate(manifest.files):
-                    those = [host.id for host in hosts.all if file.p in held[host.id]]
-                    if those and len(those) <= self._copies and self._found.host_id in holders[those[0]]:
-                        wanted.append(index)
-                await self._pull(manifest, wanted)
-        except CheckpointError as error:
-            return str(error)
-        return ""
+    async def _restore_once(self, hosts: Hosts, holders: Mapping[str, Sequence[str]]) -> None:
+        if self._posted:
+            return
+        entries = sorted(await scan(self._backend), key=lambda entry: entry.head.sequence if entry.head else -1)
+        for entry in [entry for entry in entries if entry.head is not None][-RESTORED:]:
+            manifest = await newest_manifest(self._backend, entry)
+            held = await self._who_holds(manifest)
+            wanted = []
+            for index, file in enumerate(manifest.files):
+                those = [host.id for host in hosts.all if file.p in held[host.id]]
+                if those and len(those) <= self._copies and self._found.host_id in holders[those[0]]:
+                    wanted.append(index)
+            await self._pull(manifest, wanted)
 
     async def _who_holds(self, manifest: Manifest) -> dict[str, set[str]]:
         """Return the paths of the data files of a step that each host has."""
         folder = f"{attempt_folder(manifest.id, manifest.attempt)}/d"
         held: dict[str, set[str]] = {}
 
-        async def list_memory(host: str, memory: HostMemory | None) -> None:
+        async def list_memory(host: str, memory: Backend) -> None:
             held[host] = set()
             with suppress(CheckpointError):
-                listing = await (self._backend.own if memory is None else memory).list(folder)
-                held[host] = {stat.key.removeprefix(f"{manifest.id}/") for stat in listing.objects}
+                held[host] = {stat.key.removeprefix(f"{manifest.id}/") for stat in (await memory.list(folder)).objects}
 
         async with open_tasks() as tasks:
-            tasks.start_soon(list_memory, self._found.host_id, None)
+            tasks.start_soon(list_memory, self._found.host_id, self._backend.own)
             for memory in self._backend.hosts:
                 tasks.start_soon(list_memory, memory.host.id, memory)
         return held
@@ -287,10 +269,10 @@ class Keeper:
 
     # ------------------------------------------------------------------ what is replicated
 
-    async def _arrive(self, manifest: Manifest, hosts: Hosts) -> None:
+    async def _arrive(self, manifest: Manifest, host_count: int) -> None:
         """Count this host among those that hold what they are to hold; the last one posts that all do."""
         key = _note(manifest.id, manifest.generation)
-        if await self._board.arrive(f"{key}/count") == len(hosts.all):
+        if await self._board.arrive(f"{key}/count") == host_count:
             await self._board.post(key, True)
         self._posted.append(key)
         outdated, self._posted = self._posted[:-KEPT_NOTES], self._posted[-KEPT_NOTES:]
@@ -330,6 +312,24 @@ class Keeper:
         with suppress(CheckpointError):
             return generation not in (await list_step(self._backend, id)).generations
         return False
+
+
+async def _try(copy: Callable[[], Awaitable[object]]) -> str:
+    """Make copies; return why they could not be made, or nothing, also where the job ends."""
+    try:
+        await copy()
+    except StoreLostError:
+        return ""
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+async def _try_again(copy: Callable[[], Awaitable[object]]) -> None:
+    for pause_s in growing_pauses(RETRY_S, LAGGING_S):
+        await anyio.sleep(pause_s)
+        if not await _try(copy):
+            return
 
 
 def warn_of_exposed(url: str, alone: Sequence[str], hosts: Hosts) -> None:

@@ -11,7 +11,6 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 
 import anyio
 import msgspec
@@ -84,17 +83,13 @@ class Hold:
         refuse_in_event_loop("a plain `with` block", "write `async with`")
         return self.begin().result()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     async def __aenter__(self) -> HeldStep:
         return await self.begin()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.let_go()
 
     def release(self) -> None:

@@ -9,8 +9,7 @@ import anyio
 import msgspec
 
 from aiockpt.errors import RankError
-from aiockpt.runtime.notes import NoteBoard
-from aiockpt.session.agreed_call import GOODBYE_S, CallNotes, MakeLookout
+from aiockpt.session.agreed_call import GOODBYE_S, CallNotes
 
 
 class Notice(msgspec.Struct, frozen=True):
@@ -100,24 +99,14 @@ class EndsAlone:
 
 
 class EndsWithRanks:
-    """One of several ranks.
+    """One of several ranks."""
 
-    Args:
-        board, make_lookout: as of `CallNotes`.
-    """
-
-    def __init__(self, board: NoteBoard, make_lookout: MakeLookout) -> None:
-        self._board, self._notes, self._make_lookout = board, CallNotes(board, make_lookout), make_lookout
-        self.leads = self._notes.leads
-
-    def begin(self) -> bool:
-        return self._notes.begin()
+    def __init__(self, notes: CallNotes) -> None:
+        self._notes = notes
+        self.leads, self.begin, self.notify = notes.leads, notes.begin, notes.notify
 
     async def receive(self) -> Notice:
         return await self._notes.receive(Notice)
-
-    async def notify(self, notice: Notice) -> None:
-        await self._notes.notify(notice)
 
     async def agree(self, calls: int, wants_new: Callable[[], bool], deadline_s: float) -> EndDecision:
         def decide(call: int, failure: str) -> EndDecision:
@@ -127,11 +116,11 @@ class EndsWithRanks:
 
     async def share_reading(self, reading: Reading | None, deadline_s: float) -> Reading:
         """Post rank 0's *reading*, or wait for it; rank 0 returns when all have read it, or after `GOODBYE_S`."""
-        board = self._board
+        board = self._notes.board
         try:
             if reading is None:
                 what = "what was read back"
-                lookout = self._make_lookout(what, deadline_s)
+                lookout = self._notes.make_lookout(what, deadline_s)
                 reading = await board.wait("reading", Reading, deadline_s, what, lookout=lookout)
                 await board.arrive("gone")
             else:

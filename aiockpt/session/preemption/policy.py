@@ -53,7 +53,6 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True, metaclass=KeywordsCh
 
     @property
     def numbers(self) -> frozenset[int]:
-        """The signals, as numbers."""
         return frozenset(int(getattr(signal, name)) for name in self.signals)
 
     def find_end(self, now_s: float, announced_s: float | None) -> float | None:

@@ -16,7 +16,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -48,9 +48,6 @@ from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.session.agreed_call import CallNotes
 from aiockpt.session.rewind.alarm import Alarm, MetricWatch
 from aiockpt.session.rewind.rules import Rewind
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("aiockpt")
 

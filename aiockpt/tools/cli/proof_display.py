@@ -56,7 +56,6 @@ class ProofDisplay:
         self._status.update(f"{name}{where} [dim]· {seconds:.0f} s[/]")
 
     def show_start(self, start: Start) -> None:
-        """Show the outcome of a start."""
         came = f"from step {start.loaded}" if start.loaded is not None else "from the beginning"
         ended = "killed" if start.died is not None else "to its end"
         err.print(f"  {start.name:<11} {came}, {ended} [dim]· {start.seconds:.1f} s[/]")

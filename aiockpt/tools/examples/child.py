@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import torch
@@ -58,11 +58,16 @@ DemoEvent = StepDone | SnapshotTaken | BarrierWaited | BytesWritten | Committed 
 
 
 class StepReporter:
-    """Writes events to a pipe; it is the trainer's ``on_step`` and the checkpointer's observer."""
+    """Writes events as lines; it is the trainer's ``on_step`` and the checkpointer's observer.
 
-    def __init__(self, pipe: int, rank: int = 0) -> None:
-        self._pipe = pipe
-        self._rank = rank
+    Args:
+        pipe: or a file to append to.
+        where: the rank, and what else each line begins with.
+        kinds: of the events that are written.
+    """
+
+    def __init__(self, pipe: int, *where: int, kinds: tuple[type[Event], ...] = get_args(DemoEvent)) -> None:
+        self._pipe, self._where, self._kinds = pipe, where, kinds
         self._last_ns = time.monotonic_ns()
 
     def on_step(self, step: int, loss: float) -> None:
@@ -73,8 +78,8 @@ class StepReporter:
 
     def on_event(self, event: Event) -> None:
         """Emit an event; a line is short enough for an atomic write to the pipe, with other writers too."""
-        if isinstance(event, DemoEvent):
-            os.write(self._pipe, msgspec.json.encode((self._rank, event)) + b"\n")
+        if isinstance(event, self._kinds):
+            os.write(self._pipe, msgspec.json.encode((*self._where, event)) + b"\n")
 
 
 class DieInSave:

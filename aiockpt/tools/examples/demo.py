@@ -64,7 +64,6 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     look: ClassVar[str] = f"aiockpt ls {{}}/{CHECKPOINTS}"
 
     def run(self, folder: Path, say: Callable[[str], object]) -> int:
-        """Run all phases."""
         return conclude(self, *run_phases(self, folder, say), say)
 
     def check(self) -> None:
@@ -80,7 +79,6 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         return None if phase.until == 1.0 else max(2, int(phase.until * self.steps) // self.every) * self.every
 
     def job(self, phase: Phase, folder: Path) -> Job:
-        """Return the job of a phase."""
         settings = {"keep": self.keep, "snapshot": "lazy" if self.lazy else "eager"}
         reference = phase.name == "reference"
         return Job(

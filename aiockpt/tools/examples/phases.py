@@ -65,7 +65,6 @@ class RankRecord:
         self.load: Loaded | None = None
 
     def add(self, event: DemoEvent) -> None:
-        """Add an event."""
         match event:
             case StepDone():
                 self.losses[event.step], self.step_s[event.step] = event.loss, event.seconds

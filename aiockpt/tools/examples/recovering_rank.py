@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -21,12 +21,12 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.peer import PeerBackend
 from aiockpt.errors import from_os_error
-from aiockpt.events import Committed, Event, Loaded, Opened, Promoted, PromotionFailed, Replicated, Rewound
+from aiockpt.events import Committed, Loaded, Opened, Promoted, PromotionFailed, Replicated, Rewound
 from aiockpt.monitor.heartbeat import Heartbeat
 from aiockpt.monitor.trace import TraceFile
 from aiockpt.storage.forwarding import BackendCall, Forwarding
 from aiockpt.tools.examples import train_recovering
-from aiockpt.tools.examples.child import StepDone
+from aiockpt.tools.examples.child import StepDone, StepReporter
 from aiockpt.tools.examples.gpt import GPT, GPTSize
 
 SIZE = GPTSize(layers=2, width=32, heads=2, context=32, batch=2, dropout=0.0)
@@ -51,24 +51,10 @@ class RecoveryJob(msgspec.Struct, frozen=True):
     steps: int
 
 
-class EventLines:
-    """Appends events to a file: the ``on_step`` of a trainer, and an observer. A line is written before training goes on."""
-
-    def __init__(self, path: Path, rank: int, host: int) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._rank, self._host = rank, host
-        self._last_ns = time.monotonic_ns()
-
-    def on_step(self, step: int, loss: float) -> None:
-        """Write an optimizer step."""
-        now_ns = time.monotonic_ns()
-        self.on_event(StepDone(at_ns=now_ns, step=step, loss=loss, seconds=(now_ns - self._last_ns) / 1e9))
-        self._last_ns = now_ns
-
-    def on_event(self, event: Event) -> None:
-        """Write an event."""
-        if isinstance(event, RankEvent):
-            os.write(self._fd, msgspec.json.encode((self._rank, self._host, event)) + b"\n")
+def open_lines(path: Path, rank: int, host: int) -> StepReporter:
+    """Return what appends the events of a rank to a file."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    return StepReporter(file, rank, host, kinds=get_args(RankEvent))
 
 
 class FillingDisk(Forwarding):
@@ -94,7 +80,7 @@ def main() -> None:
     distributed.init_process_group("gloo")
     rank, folder = distributed.get_rank(), Path(job.folder)
     faults = folder / FAULTS
-    lines = EventLines(folder / EVENTS, rank, job.host)
+    lines = open_lines(folder / EVENTS, rank, job.host)
     disk = FillingDisk(LocalBackend(folder / RUN), faults / DISK)
 
     def compute_loss(model: GPT, rows: Tensor) -> Tensor:

@@ -132,7 +132,6 @@ class Log:
         return {rank: one for rank, _, one in self.events if isinstance(one, Opened)}
 
     def host_of(self, rank: int) -> int:
-        """Return the host that a rank is on."""
         return next(host for one, host, event in reversed(self.events) if one == rank and isinstance(event, Opened))
 
     def after(self, since_ns: int, kind: type[E]) -> E | None:

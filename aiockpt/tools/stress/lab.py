@@ -123,7 +123,6 @@ class Meter:
     def point(
         self, operation: str, size_bytes: int, concurrency: int, wall_s: float, cpu_s: float | None, retries: int
     ) -> Point:
-        """Return the counts as a point."""
         ordered, moved_bytes = sorted(taken / 1e6 for taken in self._taken_ns), self._moved_bytes
         return Point(
             operation=operation,
@@ -164,7 +163,6 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True):
     watch: Callable[[str], object]
 
     def key(self, *parts: str) -> str:
-        """Return a key of this run."""
         return "/".join((self.prefix, *parts))
 
     def skip(self, what: str, why: str) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import anyio
@@ -172,7 +172,6 @@ def parse_size(text: str, option: str = "", such_as: str = "5GB, 500MB or 2GiB")
 
 
 def open_checkpointer(root: str) -> Checkpointer:
-    """Return a checkpointer of *root*."""
     from aiockpt.session.checkpointer import Checkpointer
 
     return Checkpointer(root)
@@ -211,6 +210,31 @@ def hold_steps(ckpt: Checkpointer, steps: Iterable[int]) -> dict[int, Hold]:
         with suppress(CheckpointError):  # what is damaged, or gone, shows when it is read
             finish(future)
     return holds
+
+
+@contextmanager
+def reading(step: int, hold: Hold, every: bool) -> Iterator[None]:
+    """Release *hold* at the end; of *every* step, one that is gone is told, and costs the others nothing."""
+    try:
+        yield
+    except StepNotFoundError:
+        if not every:
+            raise
+        show.gone(step)
+    finally:
+        hold.release()
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """End the command, with the status of the signal, where one comes in the block."""
+    from aiockpt.runtime import signals
+
+    try:
+        with signals.ended_by_signals():
+            yield
+    except signals.Interrupted as interruption:
+        raise typer.Exit(128 + interruption.number) from None
 
 
 def check_some_left(root: str, steps: Collection[object], done: Collection[object]) -> None:

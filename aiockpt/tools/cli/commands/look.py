@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import anyio
 import typer
 
-from aiockpt.errors import StepNotFoundError, UsageError
+from aiockpt.errors import CorruptionError, UsageError
 from aiockpt.tools.cli import show
 from aiockpt.tools.cli.commands.app import (
     DAMAGED,
@@ -24,6 +24,7 @@ from aiockpt.tools.cli.commands.app import (
     hold_steps,
     open_checkpointer,
     option,
+    reading,
     step_argument,
 )
 
@@ -98,20 +99,13 @@ def verify(
         if not steps and not results:
             chosen_steps(root, None, False)
         for number, hold in hold_steps(ckpt, steps).items():
-            try:
+            with reading(number, hold, every):
                 if repair_from is None:
                     results.append(_verify_one(ckpt, number, as_json))
                 else:
                     results.append(_repair_one(ckpt, number, open_place(repair_from), as_json))
-            except StepNotFoundError:
-                if not every:
-                    raise
-                show.gone(number)
-                continue
-            finally:
-                hold.release()
-            if not as_json:
-                show_check(results[-1])
+                if not as_json:
+                    show_check(results[-1])
     check_some_left(root, steps, results)
     show.json_or(as_json, results, lambda: None)
     if not all(result.valid for result in results):
@@ -119,7 +113,6 @@ def verify(
 
 
 def _verify_one(ckpt: Checkpointer, step: int, quiet: bool) -> Check:
-    from aiockpt.errors import CorruptionError
     from aiockpt.tools.cli.results import Check
 
     try:
@@ -132,7 +125,6 @@ def _verify_one(ckpt: Checkpointer, step: int, quiet: bool) -> Check:
 
 
 def _repair_one(ckpt: Checkpointer, step: int, source: Backend, quiet: bool) -> Check:
-    from aiockpt.errors import CorruptionError
     from aiockpt.tools.cli.results import Check
 
     try:

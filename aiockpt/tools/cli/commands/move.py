@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from aiockpt.errors import StepNotFoundError, UsageError
+from aiockpt.errors import UsageError
 from aiockpt.tools.cli import show
 from aiockpt.tools.cli.commands.app import (
     Json,
@@ -21,6 +21,7 @@ from aiockpt.tools.cli.commands.app import (
     open_checkpointer,
     option,
     parse_size,
+    reading,
     step_number,
 )
 
@@ -48,19 +49,12 @@ def copy_steps(
     with open_checkpointer(source) as ckpt:
         steps = sorted(hold_steps(ckpt, chosen_steps(source, step, every, valid=True)).items())
         for number, hold in steps:
-            try:
+            with reading(number, hold, every):
                 seen = finish(ckpt.describe(number))
                 with show.bytes_progress(f"step {number}", seen.info.bytes, as_json) as tick:
                     copied.append(finish(ckpt.copy(number, target, on_copied=tick)))
-            except StepNotFoundError:
-                if not every:
-                    raise
-                show.gone(number)
-                continue
-            finally:
-                hold.release()
-            if not as_json:
-                show_copied(copied[-1], len(seen.left_out))
+                if not as_json:
+                    show_copied(copied[-1], len(seen.left_out))
     check_some_left(source, steps, copied)
     show.json_or(as_json, copied, lambda: None)
 

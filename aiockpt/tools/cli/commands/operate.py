@@ -27,6 +27,7 @@ from aiockpt.tools.cli.commands.app import (
     app,
     argument,
     chosen_steps,
+    ended_by_signals,
     flag,
     open_checkpointer,
     option,
@@ -137,7 +138,6 @@ def watch(
     every: Annotated[float, option("Seconds between two polls.", min=0.1)] = 10.0,
 ) -> None:
     """Run a command once for each committed step, which is kept meanwhile; a failed command is retried later."""
-    from aiockpt.runtime.signals import Interrupted, ended_by_signals
     from aiockpt.tools.cli.survey import is_to_come, open_place
 
     failed = 0
@@ -145,20 +145,17 @@ def watch(
         open_place(root)
     else:
         show.say(f"[dim]{escape(root)}: no such folder yet; waiting for the first step[/]")
-    try:
-        with ended_by_signals(), open_checkpointer(root) as ckpt:
-            for step in ckpt.watch(name, every_s=every, newest=newest, follow=not once):
-                folder = {} if step.folder is None else {"AIOCKPT_FOLDER": str(step.folder)}
-                variables = {"AIOCKPT_STEP": str(step.step), "AIOCKPT_URL": step.url, **folder}
-                status = subprocess.run(command, shell=True, env={**os.environ, **variables}, check=False).returncode
-                if status:
-                    failed += 1
-                    show.problem(f"step {step.step}: the command ended with {status}; it will be retried for this step")
-                    step.again()
-                else:
-                    show.say(f"step {step.step} done")
-    except Interrupted as interruption:
-        raise typer.Exit(128 + interruption.number) from None
+    with ended_by_signals(), open_checkpointer(root) as ckpt:
+        for step in ckpt.watch(name, every_s=every, newest=newest, follow=not once):
+            folder = {} if step.folder is None else {"AIOCKPT_FOLDER": str(step.folder)}
+            variables = {"AIOCKPT_STEP": str(step.step), "AIOCKPT_URL": step.url, **folder}
+            status = subprocess.run(command, shell=True, env={**os.environ, **variables}, check=False).returncode
+            if status:
+                failed += 1
+                show.problem(f"step {step.step}: the command ended with {status}; it will be retried for this step")
+                step.again()
+            else:
+                show.say(f"step {step.step} done")
     if failed:
         raise typer.Exit(DAMAGED)
 
@@ -234,7 +231,6 @@ def prove(
     status 0: certified; 1: the resumed run differs, and the first difference is named; 2: nothing could be shown.
     """
     from aiockpt.prove import Proof, certify
-    from aiockpt.runtime.signals import Interrupted, ended_by_signals
     from aiockpt.tools.cli.proof_display import ProofDisplay, show_certificate
 
     how = Proof(
@@ -247,11 +243,8 @@ def prove(
         timeout_s=timeout,
         loss=loss,
     )
-    try:
-        with ended_by_signals(), ProofDisplay(command) as display:
-            found = certify(command, how, folder=folder, tick=display.tick, on_start=display.show_start)
-    except Interrupted as interruption:
-        raise typer.Exit(128 + interruption.number) from None
+    with ended_by_signals(), ProofDisplay(command) as display:
+        found = certify(command, how, folder=folder, tick=display.tick, on_start=display.show_start)
     if json_to is not None and str(json_to) != "-":
         json_to.write_bytes(found.to_json())
     show.json_or(str(json_to) == "-", found, lambda: show_certificate(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,7 @@ from aiockpt.tools.cli.commands.app import (
     app,
     argument,
     chosen_steps,
+    ended_by_signals,
     finish,
     flag,
     open_checkpointer,
@@ -78,25 +80,21 @@ def publish(
 def _follow(root: str, options: Publish, as_json: bool) -> None:
     """Publish the newest step again and again, until a signal comes."""
     from aiockpt.format.document import digest128
-    from aiockpt.runtime.signals import Interrupted, ended_by_signals
 
     name = f"publish-{digest128(str(options.dest).encode())[-12:]}"
-    try:
-        with ended_by_signals(), open_checkpointer(root) as ckpt:
-            for step in ckpt.watch(name, every_s=1.0, newest=True):
-                if options.every is not None and step.step % options.every:
-                    continue
-                try:
-                    done = finish(ckpt.publish(step.step, options))
-                except UsageError:
-                    raise
-                except CheckpointError as error:
-                    show.problem(f"step {step.step} is not published, and is tried again: {error}")
-                    step.again()
-                    continue
-                show.json_or(as_json, done, partial(_show, done))
-    except Interrupted as interruption:
-        raise typer.Exit(128 + interruption.number) from None
+    with ended_by_signals(), open_checkpointer(root) as ckpt:
+        for step in ckpt.watch(name, every_s=1.0, newest=True):
+            if options.every is not None and step.step % options.every:
+                continue
+            try:
+                done = finish(ckpt.publish(step.step, options))
+            except UsageError:
+                raise
+            except CheckpointError as error:
+                show.problem(f"step {step.step} is not published, and is tried again: {error}")
+                step.again()
+                continue
+            show.json_or(as_json, done, partial(_show, done))
 
 
 def _show(done: Published) -> None:
@@ -125,32 +123,24 @@ def receive(
 ) -> None:
     """Keep a folder at the newest published version, verified; the folder does not change while the command runs."""
     from aiockpt.publish.receiver import receive as receive_versions
-    from aiockpt.runtime.signals import Interrupted, ended_by_signals
 
     failed = False
     versions = receive_versions(url, folder, name=name, every_s=every, follow=not once, base=base)
-    try:
-        with ended_by_signals():
-            for version in versions:
-                show.say(f"{show.mark(True)} version {version.version}, of step {version.step}: {escape(str(folder))}")
-                variables = {
-                    "AIOCKPT_VERSION": str(version.version),
-                    "AIOCKPT_STEP": str(version.step),
-                    "AIOCKPT_FOLDER": str(version.folder),
-                }
-                if command is not None:
-                    status = subprocess.run(
-                        command, shell=True, env={**os.environ, **variables}, check=False
-                    ).returncode
-                    if status:
-                        failed = True
-                        more = "" if once else "; it is tried again"
-                        show.problem(f"version {version.version}: the command ended with {status}{more}")
-                        if not once:
-                            version.again()
-    except Interrupted as interruption:
-        raise typer.Exit(128 + interruption.number) from None
-    finally:
-        versions.close()
+    with closing(versions), ended_by_signals():
+        for version in versions:
+            show.say(f"{show.mark(True)} version {version.version}, of step {version.step}: {escape(str(folder))}")
+            variables = {
+                "AIOCKPT_VERSION": str(version.version),
+                "AIOCKPT_STEP": str(version.step),
+                "AIOCKPT_FOLDER": str(version.folder),
+            }
+            if command is not None:
+                status = subprocess.run(command, shell=True, env={**os.environ, **variables}, check=False).returncode
+                if status:
+                    failed = True
+                    more = "" if once else "; it is tried again"
+                    show.problem(f"version {version.version}: the command ended with {status}{more}")
+                    if not once:
+                        version.again()
     if failed:
         raise typer.Exit(DAMAGED)
