@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
@@ -188,7 +188,8 @@ class PeerBackend:
         found = zip(self.hosts, answers, strict=True)
         if holders := [(memory, stat.size) for memory, stat in found if isinstance(stat, Stat)]:
             return holders
-        raise self._why_not(key, [answer for answer in answers if isinstance(answer, StorageError)])
+        failures = (answer for answer in answers if not isinstance(answer, ObjectNotFoundError))
+        raise next((error for error in failures if isinstance(error, StorageError)), self._not_found(key))
 
     async def create(self, key: str, size: int) -> Upload:
         check_key(key)
@@ -270,20 +271,18 @@ class PeerBackend:
 
         Raises:
             ObjectNotFoundError: no memory has it.
-            StorageError: no memory has it, and one did not answer.
+            StorageError: one did not answer, and none before it has the object. What follows may have that of another run.
         """
-        failures: list[StorageError] = []
         for memories in (self._memories[:1], self._memories[1:]):
             for answer in await _on_all([partial(ask, memory) for memory in memories]):
                 if not isinstance(answer, StorageError):
                     return answer
-                failures.append(answer)
-        raise self._why_not(key, failures)
+                if not isinstance(answer, ObjectNotFoundError):
+                    raise answer
+        raise self._not_found(key)
 
-    def _why_not(self, key: str, failures: Iterable[StorageError]) -> StorageError:
-        """Return the error that no memory has an object: one that did not answer may have it."""
-        trouble = next((error for error in failures if not isinstance(error, ObjectNotFoundError)), None)
-        return trouble or ObjectNotFoundError(f"looking for {key!r}: no object of that key in {self.url}", key=key)
+    def _not_found(self, key: str) -> ObjectNotFoundError:
+        return ObjectNotFoundError(f"looking for {key!r}: no object of that key in {self.url}", key=key)
 
     async def _check_free(self, key: str, memories: Sequence[Backend]) -> None:
         """Raise ObjectExistsError if one of *memories* has the object."""

@@ -128,6 +128,18 @@ async def test_an_object_that_a_silent_host_may_have_is_not_missing(tmp_path: Pa
 
 
 @pytest.mark.anyio
+async def test_what_this_host_has_does_not_stand_for_that_of_a_silent_home(tmp_path: Path) -> None:
+    """It may be another run's, of the same name."""
+    backend = PeerBackend("run", mount=str(tmp_path))
+    hosts = Hosts((HostAt("a", "a", (0,), ("there",)), HostAt("b", "b", (1,), ("here",))))
+    backend.join(hosts, "b", 1, Silent())
+    await backend.own.put("key", b"of another run")
+    for look in (backend.stat("key"), backend.get("key", 20)):
+        with pytest.raises(StorageTimeoutError):
+            await look
+
+
+@pytest.mark.anyio
 async def test_a_copy_that_ends_too_early_is_an_error_and_its_host_answers_on(tmp_path: Path) -> None:
     async with hosts_of(tmp_path, 2) as (home, away):
         await home.own.put("a/file", b"short")
