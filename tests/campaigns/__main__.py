@@ -1,11 +1,13 @@
 """`python -m tests.campaigns KIND --count N`: ask one question of docs/durability.md as often as there is time for.
 
-The exit status is 0 when nothing was found, 1 when something was, 2 for a wrong call. ``--seed S`` repeats one case.
+The exit status is 0 when nothing was found, 1 when something was, 2 for a wrong call. ``--seed S`` repeats one case. The
+report of ``--json`` is written after each case, and SIGTERM has it told before all ends.
 """
 
 import argparse
 import json
 import logging
+import os
 import signal
 import sys
 import time
@@ -14,6 +16,7 @@ from types import FrameType
 
 import msgspec
 
+from aiockpt.runtime.progress import write_whole
 from tests.campaigns import (
     bit_flips,
     cancellations,
@@ -61,14 +64,18 @@ TOLD_EVERY_S = 5.0
 
 
 class _Progress:
-    """Tells how far a campaign is, on standard error."""
+    """Tells how far a campaign is, on standard error, and writes its report to *path*."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, path: Path | None) -> None:
+        self._count, self._path = count, path
         self._told_s = time.monotonic()
         self._findings = 0
+        self._report: Report | None = None
 
     def __call__(self, report: Report) -> None:
+        self._report = report
+        if self._path is not None:
+            write_whole(self._path, json.dumps(msgspec.to_builtins(report), indent=2).encode() + b"\n")
         for finding in report.findings[self._findings :]:
             _say(f"FOUND with seed {finding.seed}:\n{finding.problem}")
             _say(f"again: python -m tests.campaigns {report.name} --seed {finding.seed}")
@@ -76,6 +83,25 @@ class _Progress:
         if time.monotonic() - self._told_s >= TOLD_EVERY_S:
             self._told_s = time.monotonic()
             _say(f"{_sum(report)} of {self._count:,}, seed {report.last_seed}")
+
+    def sum_up(self) -> None:
+        """Tell all outcomes so far."""
+        if (report := self._report) is None:
+            return
+        for outcome, times in report.outcomes.items():
+            _say(f"{times:>12,}  {outcome}")
+        _say(f"{_sum(report)}, seeds {report.first_seed}–{report.last_seed}: {len(report.findings)} findings")
+
+    def end_on_sigterm(self) -> None:
+        """Tell it also where the campaign is stopped; what cases fork has the signal's default."""
+
+        def end(number: int, _frame: FrameType | None) -> None:
+            _say("stopped")
+            self.sum_up()
+            sys.exit(128 + number)
+
+        signal.signal(signal.SIGTERM, end)
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _say(line: str) -> None:
@@ -125,12 +151,10 @@ def main() -> int:
     count = campaign.smoke_count if given.count is None else given.count
     if given.seed is not None:
         given.first_seed, count = given.seed, 1
-    report = run(_limited(campaign), count, first_seed=given.first_seed, tell=_Progress(count))
-    for outcome, times in report.outcomes.items():
-        _say(f"{times:>12,}  {outcome}")
-    _say(f"{_sum(report)}, seeds {report.first_seed}–{report.last_seed}: {len(report.findings)} findings")
-    if given.json is not None:
-        given.json.write_text(json.dumps(msgspec.to_builtins(report), indent=2) + "\n")
+    progress = _Progress(count, given.json)
+    progress.end_on_sigterm()
+    report = run(_limited(campaign), count, first_seed=given.first_seed, tell=progress)
+    progress.sum_up()
     return 1 if report.findings else 0
 
 

@@ -1,9 +1,12 @@
 """Each campaign finds nothing at its small end, something where something is broken, and the same with one seed."""
 
 import errno
+import json
 import logging
+import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -284,6 +287,23 @@ print(run(late_training.CAMPAIGN, 200, most_findings=1).findings)
 """
     done = python("-c", script)
     assert "a sample was lost" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_campaign_that_is_stopped_has_told_what_it_has_counted(tmp_path: Path) -> None:
+    path, folder = tmp_path / "report.json", HERE.parent.parent
+    arguments = [sys.executable, "-m", "tests.campaigns", "power-cuts", "--count", "1000000000", "--json", str(path)]
+    with subprocess.Popen(arguments, cwd=folder, stderr=subprocess.PIPE, text=True) as campaign:
+        while not path.exists():
+            assert campaign.poll() is None
+            time.sleep(0.05)
+        campaign.terminate()
+        _, told = campaign.communicate(timeout=PROCESSES_S)
+    assert campaign.returncode == 128 + signal.SIGTERM, told
+    report = json.loads(path.read_bytes())
+    assert report["count"] == sum(report["outcomes"].values()) > 0
+    assert "stopped" in told
+    assert ": 0 findings" in told
+    assert all(outcome in told for outcome in report["outcomes"])
 
 
 def test_the_command_refuses_a_kind_that_it_does_not_know() -> None:

@@ -52,13 +52,15 @@ def start(folder: Path, arguments: Sequence[object], **more: str) -> subprocess.
 
 
 def finish(folder: Path, process: subprocess.Popen[str]) -> Launched:
-    """Wait for the end of a launcher; one that does not end is told to, with its trainers."""
+    """Wait for the end of a launcher; one that does not end is told to, with its trainers, and so if the wait is stopped."""
     with process:
         try:
             output, _ = process.communicate(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:
             process.terminate()
             output, _ = process.communicate(timeout=60)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             raise AssertionError(f"the launcher did not end:\n{output[-4000:]}") from None
     return Launched(folder, process.returncode, output)
 
