@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from unittest import mock
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher import api as launcher_api
@@ -71,8 +72,12 @@ class WatchedAgent(_Untyped):  # type: ignore[misc]
             self.watch.end(f"stopped: {self.stopped}" if self.stopped else outcome)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        renew_store(self._rdzv_handler)
+        handler: Any = self._rdzv_handler
+        renew_store(handler)
         super()._rendezvous(worker_group)
+        count = worker_group.group_world_size or 0
+        if isinstance(handler, DynamicRendezvousHandler) and count < handler.settings.min_nodes:
+            raise RendezvousStateError(f"{count} of {handler.settings.min_nodes} nodes are left")
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ranks = [worker.global_rank for worker in worker_group.workers]
@@ -82,7 +87,17 @@ class WatchedAgent(_Untyped):  # type: ignore[misc]
             ranks, worker_group.workers[0].world_size, lambda hung: self._agree(STANDING if hung else RUNNING)
         )
         started: dict[int, Any] = super()._start_workers(worker_group)
+        pids = {worker.global_rank: started[worker.local_rank] for worker in worker_group.workers}
+        self._pcontext.close = partial(self._close, self._pcontext.close, pids)
         return started
+
+    def _close(
+        self, close: Callable[[Any, int], None], pids: Mapping[int, int], death_sig: Any = None, timeout: int = 30
+    ) -> None:
+        """End the trainers that run; torch kills what is left. Without a signal it does so because one has failed."""
+        if death_sig != signal.SIGKILL:
+            self.watch.end_trainers(pids, death_sig or signal.SIGTERM, timeout, failed=death_sig is None)
+        close(signal.SIGKILL, timeout)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)

@@ -24,6 +24,8 @@ from aiockpt.units import speed
 
 UNHEALTHY = 5
 """The exit status of a launcher, or of ``doctor --node``, whose node should not be used."""
+PEER_FAILED = 6
+"""That of a rank in the check of all together which others have left."""
 FACTOR = 2.0
 REPEATS = 3
 MEMORY_BYTES, DISK_BYTES, LOOPBACK_BYTES = 128 << 20, 64 << 20, 64 << 20

@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from aiockpt.launch.history import (
     write_launch,
 )
 from aiockpt.launch.restart_policy import NextStart, RestartPolicy, TrainerFailure
-from aiockpt.launch.trainers import Trainers
+from aiockpt.launch.trainers import NO_ANSWER, Trainers
 from aiockpt.redaction import redact
 from aiockpt.runtime.progress import FOLDER, ProgressRecord, write_figures
 
@@ -44,6 +44,8 @@ WRITTEN_APART_S = 60.0
 """The history of a run without events: its effective time goes on."""
 SHOWN_AFTER = 3
 """Samples before people are told what a stall looks like."""
+STANDS_S, LOOKS_APART_S, ENDS_APART_S = 5.0, 1.0, 0.05
+"""For a trainer that was told to end to stand with nothing to save, before it is killed; between looks at it, at its end."""
 SHARED, ORPHAN_S = "aiockpt-run-", 60.0
 """Of the folders, locked, that launchers share with their trainers: prefix, and age from which one without a lock goes."""
 Agree = Callable[[bool], bool]
@@ -81,6 +83,7 @@ class NodeWatch:
         self._timeline = Timeline()
         self._trained: tuple[NodeAttempt, Timeline] | None = None
         self._stall: Stall | None = None
+        self._signalled: set[int] = set()
         self._has_steps = False
         self._written_s = 0.0
 
@@ -107,6 +110,7 @@ class NodeWatch:
         self._next_s = self._requested_s = 0.0
         self._samples_count = 0
         self._behind: StallNotice | None = None
+        self._signalled = set()
         self.launch.ranks = tuple(ranks)
         self.launch.attempts.append(NodeAttempt(number=number, began_s=time.time(), world_size=world_size))
 
@@ -249,20 +253,62 @@ class NodeWatch:
 
     # ------------------------------------------------------------------ failures
 
+    def end_trainers(self, pids: Mapping[int, int], number: int, timeout_s: float, *, failed: bool) -> None:
+        """Send the trainers *pids* a signal; return when they have ended, or after *timeout_s*.
+
+        One that stands in a collective with a dead rank would take all of that. Killed is one whose training thread stays
+        where it was before, outside of aiockpt, for `STANDS_S`, and that has no save in flight; if a rank here has *failed*,
+        or the ranks could not agree: then they cannot make another one.
+        """
+        running = {rank: pid for rank, pid in pids.items() if _runs(pid)}
+        self._signalled |= running.keys()
+        places: dict[int, tuple[str, ...]] = {}
+        if running:
+            self._trainers.request_stacks(self._trainers.read())
+        for pid in running.values():
+            os.kill(pid, number)
+        began_s = looked_s = time.monotonic()
+        while running and (now_s := time.monotonic()) < began_s + timeout_s:
+            if now_s >= looked_s + LOOKS_APART_S:
+                looked_s = now_s
+                for rank in self._find_standing(running, places, failed=failed):
+                    where = telling.in_short(places.get(rank, ()))
+                    if now_s >= began_s + STANDS_S and _runs(pid := running[rank]):
+                        self._report(f"rank {rank} stands still, and has nothing to save: it is killed at {where}")
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(ENDS_APART_S)
+            running = {rank: pid for rank, pid in running.items() if _runs(pid)}
+
+    def _find_standing(
+        self, ranks: Iterable[int], places: dict[int, tuple[str, ...]], *, failed: bool
+    ) -> Iterator[int]:
+        """Yield those of *ranks* that are where they were at first, by *places*, and can save nothing any more."""
+        records = self._trainers.read()
+        samples = self._trainers.sample(records)
+        for rank in ranks & records.keys():
+            place, record = samples[rank].place, records[rank]
+            if not place[0].startswith(NO_ANSWER) and places.setdefault(rank, place) != place:
+                places[rank] = ()  # for good; a busy machine may answer late, and a stopped process never does
+            is_idle = places.get(rank) != () and samples[rank].waits_for != "aiockpt"
+            if is_idle and not record.pending and (failed or record.disagreed):
+                yield rank
+        self._trainers.request_stacks(records)
+
     def describe_exits(self, statuses: Mapping[int, int]) -> TrainerFailure:
         """Return the failure of an attempt whose ranks have ended with *statuses*: minus the number of a signal.
 
-        A signal comes before the exceptions that it brings to other ranks, and of those the first counts. SIGTERM is what
-        torch's agent sends to the others.
+        A signal comes before the exceptions that it brings to other ranks, and of those the first counts. How the others end
+        that torch's agent tells to, or kills, is no failure.
         """
         self._read()
         statuses = {rank: status for rank, status in statuses.items() if status != -signal.SIGTERM} or statuses
-        killed = [rank for rank, status in statuses.items() if status < 0]
+        own = {rank: status for rank, status in statuses.items() if rank not in self._signalled} or statuses
+        killed = [rank for rank, status in own.items() if status < 0]
         crash = None if killed else self._trainers.first_crash(list(statuses))
         if crash is not None:
             return self._describe(*crash)
-        rank = min(killed or statuses)
-        return self._describe(rank, telling.name_status(statuses[rank]))
+        rank = min(killed or own)
+        return self._describe(rank, telling.name_status(own[rank]))
 
     def _describe(self, rank: int, kind: str, where: str = "") -> TrainerFailure:
         record = self._records.get(rank)
@@ -304,6 +350,14 @@ class NodeWatch:
         if self.launch.attempts and not self._attempt.lasted_s:
             close_attempt(self._attempt, self._timeline)
         self.launch.ettr = effective(self.launch.attempts, self.launch.lasted_s)
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a child has not ended; its status is left to who waits for it."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
 
 
 def remove_orphans(parent: Path) -> None:

@@ -9,19 +9,38 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
 
 from aiockpt.errors import UsageError
 from aiockpt.launch.agent import WatchedAgent, watched
-from aiockpt.launch.node_check import UNHEALTHY, NodeReport, check_node, in_words, read_report, report_path
+from aiockpt.launch.node_check import (
+    PEER_FAILED,
+    UNHEALTHY,
+    NodeReport,
+    check_node,
+    in_words,
+    read_report,
+    report_path,
+    write_report,
+)
 from aiockpt.launch.node_watch import say
 
 FOLDER = "aiockpt-run"
+CHECKS = 2
+"""Of all ranks together: the second is without nodes that have failed in the first."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -73,17 +92,32 @@ def launch(arguments: Sequence[str]) -> int:
     hang_s = parse_hang_s(options.hang_s)
     folder = Path(options.log_dir or FOLDER)
     earlier: list[WatchedAgent] = []
-    if options.check and (status := check_nodes(options, folder, earlier)):
-        return status
     with watched(folder, hang_s=hang_s) as agents:
         try:
+            if options.check and (status := check_nodes(options, folder, earlier)):
+                return status
             torchrun.run(options)  # type: ignore[no-untyped-call]
         except ChildFailedError as error:
             if not any(agent.stopped for agent in agents):
                 raise
             sys.stderr.write(f"{error}\n")
             return max(agent.status for agent in agents)
+        except (RendezvousError, DistError) as error:
+            say(
+                f"the nodes have lost each other, and the trainers here are ended. {_why_lost(options, error)}: {error}"
+            )
+            return 1
     return 0
+
+
+def _why_lost(options: argparse.Namespace, error: Exception) -> str:
+    if isinstance(error, RendezvousTimeoutError):
+        return f"Fewer than --nnodes {options.nnodes} came in time"
+    if isinstance(error, RendezvousClosedError):
+        return "Another one has ended the job"
+    if isinstance(error, RendezvousStateError):
+        return "The clock of one is behind that of another by more than its keep-alive, perhaps (15 s)"
+    return f"The store of --rdzv-endpoint {options.rdzv_endpoint} is gone, or did not answer for a minute"
 
 
 # ------------------------------------------------------------------ checks before the start
@@ -112,18 +146,24 @@ def _check_together(
     options: argparse.Namespace, folder: Path, report: NodeReport, keep: list[WatchedAgent]
 ) -> NodeReport:
     checking = copy.copy(options)
-    checking.rdzv_id, checking.max_restarts = f"{options.rdzv_id}-check", 0
+    checking.max_restarts = 0
     checking.module, checking.no_python, checking.run_path = True, False, False
     checking.training_script, checking.training_script_args = "aiockpt.launch.joint_check", [str(folder)]
-    with watched(folder) as agents:
-        try:
-            torchrun.run(checking)  # type: ignore[no-untyped-call]
-        except ChildFailedError as error:
-            report.problems, report.healthy = [f"the check of all ranks together failed: {error.name}"], False
-            return report
-        finally:
-            keep += agents
-    return read_report(folder, report.host)
+    for number in range(CHECKS):
+        checking.rdzv_id = f"{options.rdzv_id}-check-{number}"
+        with watched(folder) as agents:
+            try:
+                torchrun.run(checking)  # type: ignore[no-untyped-call]
+                return read_report(folder, report.host)
+            except ChildFailedError as error:
+                problem, statuses = str(error.name), {failure.exitcode for failure in error.failures.values()}
+            finally:
+                keep += agents
+        if not statuses <= {PEER_FAILED, -signal.SIGTERM}:
+            break
+    report.problems = [f"the check of all ranks together failed: {problem}"]
+    write_report(folder, report)
+    return report
 
 
 def _report(report: NodeReport, folder: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from aiockpt.launch.detector import StackSample, WaitsFor
 from aiockpt.runtime.progress import STACKS, ProgressReader, ProgressRecord, rank_path
 
+NO_ANSWER = "no answer"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 _ENGINE = f"{Path(__file__).parents[1]}{os.sep}"
@@ -53,7 +54,7 @@ class Trainers:
         place = find_place(self._read_new(self._paths[rank].with_suffix(".stacks")))
         proc = f"/proc/{record.pid}"
         return StackSample(
-            place=place or (f"no answer; the kernel says {_find(f'{proc}/status', 'State') or 'gone'}",),
+            place=place or (f"{NO_ANSWER}; the kernel says {_find(f'{proc}/status', 'State') or 'gone'}",),
             cpu_s=_cpu_s(record.pid),
             moved_bytes=_sum(f"{proc}/io", "rchar", "wchar"),
             wakes=_sum(f"{proc}/status", "voluntary_ctxt_switches"),

@@ -30,7 +30,17 @@ from typing import Any
 
 import msgspec
 
-from aiockpt.events import Committed, Event, NotFiniteFound, Opened, StageEnded, StragglerFound
+from aiockpt.events import (
+    Committed,
+    Event,
+    NotFiniteFound,
+    Opened,
+    SaveFailed,
+    SaveSkipped,
+    SaveStarted,
+    StageEnded,
+    StragglerFound,
+)
 from aiockpt.format.document import described
 
 FOLDER = "AIOCKPT_LAUNCH_FOLDER"
@@ -40,7 +50,7 @@ STACKS = signal.SIGRTMIN + 7 if sys.platform == "linux" else 0
 STAGES = ("train", "save", "load", "closed")
 # Each has its number at both ends: the training thread writes the one, the loop thread the other.
 _TRAIN = struct.Struct("<QQQqQQdddQ")
-_BESIDE = struct.Struct("<QQd48sQ")
+_BESIDE = struct.Struct("<QQQQd48sQ")
 _BESIDE_AT, _SIZE = 128, 4096
 REMEMBERED_STEPS = 4096
 """Whose times are known, for a rewind."""
@@ -62,6 +72,8 @@ class ProgressRecord(msgspec.Struct, frozen=True):
         mark_s: when the training thread told anything.
         thrown_s: seconds of this process whose steps a rewind has taken back, with what it took itself.
         commits: how many saves have ended well, in this process.
+        pending: how many may still, if it is told to end: those in flight, and one more unless all ranks save it together.
+        disagreed: whether it was told to end, and the ranks could not agree: it starts no other save.
         beside: what the engine did last in the background, at *beside_s*.
     """
 
@@ -74,6 +86,8 @@ class ProgressRecord(msgspec.Struct, frozen=True):
     mark_s: float = 0.0
     thrown_s: float = 0.0
     commits: int = 0
+    pending: int = 1
+    disagreed: bool = False
     beside_s: float = 0.0
     beside: str = ""
 
@@ -139,6 +153,8 @@ class ProgressWriter:
         self._memory: mmap.mmap | None = None
         self._number = self._steps = self._commits = self._events = 0
         self._step, self._step_s, self._thrown_s = -1, 0.0, 0.0
+        self._saving: set[int] = set()
+        self._together = self._disagreed = False
         self._reached: deque[tuple[int, float]] = deque(maxlen=REMEMBERED_STEPS)
         if folder is None:
             return
@@ -193,8 +209,15 @@ class ProgressWriter:
         match event:
             case Opened():
                 self._path.with_suffix(".urls").write_text("\n".join(event.urls))
+            case SaveStarted():
+                self._saving.add(event.step)
+                self._write_beside(f"save of step {event.step}")
+            case SaveFailed() | SaveSkipped():
+                self._saving.discard(event.step)
+                self._write_beside(f"end of step {event.step}")
             case Committed():
                 self._commits += 1
+                self._saving.discard(event.step)
                 self._write_beside(f"commit of step {event.step}")
             case StageEnded():
                 self._write_beside(f"{event.operation} of step {event.step}: {event.stage}")
@@ -203,10 +226,21 @@ class ProgressWriter:
             case NotFiniteFound():
                 self._note(f"step {event.step} has numbers that are not finite: {', '.join(event.tensors)[:200]}")
 
+    def end_together(self) -> None:
+        """Tell that this process, if it is told to end, saves with all ranks or not at all."""
+        self._together = True
+        self._write_beside("start")
+
+    def note_disagreement(self) -> None:
+        """Tell that this process was told to end, and starts no other save."""
+        self._disagreed = True
+        self._write_beside("no agreement with the other ranks")
+
     def _write_beside(self, text: str) -> None:
         self._events = number = self._events + 1
         if self._memory is not None:
-            what = self._commits, time.monotonic(), text.encode()[:48]
+            pending = len(self._saving) + (not self._together)
+            what = self._commits, pending, self._disagreed, time.monotonic(), text.encode()[:48]
             _BESIDE.pack_into(self._memory, _BESIDE_AT, number, *what, number)
 
     def _note(self, text: str) -> None:
@@ -259,10 +293,11 @@ class ProgressReader:
         if train is None or beside is None or not train[0]:
             return None
         _, pid, thread, step, steps, stage, step_s, mark_s, thrown_s, _ = train
-        _, commits, beside_s, text, _ = beside
+        _, commits, pending, disagreed, beside_s, text, _ = beside
+        stake = pending if beside[0] else 1, bool(disagreed)
         told = text.rstrip(b"\0").decode(errors="replace")
         times = step_s, mark_s, thrown_s
-        return ProgressRecord(pid, thread, step, steps, STAGES[stage], *times, commits, beside_s, told)
+        return ProgressRecord(pid, thread, step, steps, STAGES[stage], *times, commits, *stake, beside_s, told)
 
     def _read(self, form: struct.Struct, offset: int) -> tuple[Any, ...] | None:
         """Return a part that was whole, by its number at both ends."""

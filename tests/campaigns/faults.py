@@ -42,7 +42,7 @@ from aiockpt.launch import restart_policy
 from aiockpt.launch.torchrun import launch
 from aiockpt.tools.examples.child import StepDone
 from aiockpt.tools.examples.recovering_rank import DISK, FAULTS, RUN
-from aiockpt.tools.examples.recovery import Log
+from aiockpt.tools.examples.recovery import KEEP_ALIVE, Log
 from tests.campaigns.campaign import Campaign, Case, Outcomes, in_folders, noted
 from tests.campaigns.faulty_rank import END, PLACES, FaultyJob, StallRequest, be_rank
 from tests.campaigns.sigkill import fork, in_child
@@ -56,8 +56,6 @@ WAITS_S = 15.0
 """For the launchers of other hosts, after one has failed."""
 LAST_STEPS = 5
 STACKS = signal.SIGUSR2
-KEEP_ALIVE = "keep_alive_interval=2,keep_alive_max_attempt=5"
-"""After less, launchers that a busy machine holds up take each other for dead, again and again."""
 POLL_S = 0.01
 MOST_SHOWN = 9000
 """Characters of each log, of a job that has failed."""

@@ -1,6 +1,7 @@
 """Runs of ``aiockpt run`` in real processes, and what they leave."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from aiockpt.launch.history import NodeRun, read_launches
 from aiockpt.launch.torchrun import FOLDER
+from tests.watch import until
 
 TRAINER = Path(__file__).with_name("trainer.py")
 COMMAND = (sys.executable, "-m", "aiockpt.tools.cli.main", "run")
@@ -49,6 +51,25 @@ def start(folder: Path, arguments: Sequence[object], **more: str) -> subprocess.
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def start_nodes(folder: Path, each: Sequence[dict[str, str]], *arguments: object) -> list[subprocess.Popen[str]]:
+    """Start a launcher with its environment for *each* node, in its own folder; the first has the rendezvous's store."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    own = ["--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
+    nodes = []
+    for number, more in enumerate(each):
+        (folder / str(number)).mkdir()
+        nodes.append(start(folder / str(number), [*own, *arguments], HERE=str(folder), **more))
+        until(lambda: _listens(port), "the store of the rendezvous")
+    return nodes
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return not probe.connect_ex(("localhost", port))
 
 
 def finish(folder: Path, process: subprocess.Popen[str]) -> Launched:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, RendezvousStateError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher import api as launcher_api
 
@@ -39,6 +39,20 @@ def test_each_start_has_a_fresh_store() -> None:
         handler.shutdown()
 
 
+def test_a_start_with_fewer_nodes_than_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch starts it where it drops a node, whose clock is behind, between the meeting and the count."""
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", lambda self, worker_group: None)
+    node: Any = object.__new__(WatchedAgent)
+    node._rdzv_handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "few", 2, 3))
+    try:
+        for count in (2, 3):
+            node._rendezvous(SimpleNamespace(group_world_size=count))
+        with pytest.raises(RendezvousStateError, match="1 of 2 nodes are left"):
+            node._rendezvous(SimpleNamespace(group_world_size=1))
+    finally:
+        node._rdzv_handler.shutdown()
+
+
 def test_a_hang_is_ended_only_when_all_nodes_say_so() -> None:
     store = HashStore()
     nodes = [
@@ -63,11 +77,12 @@ def test_a_hang_is_ended_only_when_all_nodes_say_so() -> None:
 
 def test_a_start_takes_back_that_all_ranks_of_a_node_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """A static rendezvous of several nodes keeps the store of the start before."""
-    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, worker_group: {})
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, worker_group: {0: 1})
     store, nodes = HashStore(), []
     for rank in range(2):
         node: Any = object.__new__(WatchedAgent)
-        workers = [SimpleNamespace(global_rank=rank, world_size=2)]
+        workers = [SimpleNamespace(global_rank=rank, local_rank=0, world_size=2)]
+        node._pcontext = SimpleNamespace(close=None)
         node._worker_group = SimpleNamespace(group_rank=rank, group_world_size=2, store=store, workers=workers)
         node.watch = SimpleNamespace(begin_attempt=lambda *what: None)
         nodes.append(node)

@@ -3,6 +3,7 @@
 import errno
 import json
 import socket
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,33 @@ from typing import Any
 import pytest
 
 from aiockpt.launch import joint_check, node_check
+from aiockpt.launch.history import read_launches
 from aiockpt.launch.node_check import UNHEALTHY, check_node, read_report, report_path
 from tests.cli.small_checkpoints import Command
-from tests.launch.launched import TRAINER, finish, start
+from tests.launch.launched import TRAINER, Launched, finish, start, start_nodes
 
 HOST = socket.gethostname()
+FIGURES = """
+import os
+if "FIGURE" in os.environ:
+    import torch.distributed
+    from aiockpt.launch import node_check
+    figure = float(os.environ["FIGURE"])
+    node_check._probes = lambda folder: {"memory copy": lambda: figure}
+    node_check.FACTOR = 20.0  # the network of a busy machine is slow for all nodes, now and then
+    if not figure:
+        torch.distributed.all_reduce = lambda *of: None
+"""
+LATE_S = "last_call_timeout=20"
+"""For all nodes to come; the job begins when so long no other has."""
+
+
+def check_nodes(folder: Path, figures: Sequence[float], nnodes: str) -> list[Launched]:
+    """Launch a checked job on as many nodes as there are *figures*; the sums of one without are wrong. Return their ends."""
+    (folder / "sitecustomize.py").write_text(FIGURES)
+    each = [{"FIGURE": str(figure), "PYTHONPATH": str(folder)} for figure in figures]
+    own = ["--check", "--nnodes", nnodes, "--rdzv-conf", LATE_S, TRAINER, folder / "place", 4, "none"]
+    return [finish(folder / str(number), node) for number, node in enumerate(start_nodes(folder, each, *own))]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 6, 7])
@@ -30,7 +53,7 @@ def test_each_two_ranks_meet_once(world_size: int) -> None:
 
 def test_a_host_that_is_twice_as_slow_as_its_peers_is_named() -> None:
     usual = {"memory copy": 10e9, "pairs": 1e9}
-    slow = joint_check.find_slow_hosts(
+    slow = joint_check.find_slow_nodes(
         {"a": usual, "b": {**usual, "pairs": 0.3e9}, "c": usual, "d": usual, "e": {"pairs": 0.6e9}}
     )
     assert slow["b"] == ["pairs: 286.1 MiB/s, 3.3 times slower than its peers"]
@@ -79,6 +102,32 @@ def test_a_node_without_room_for_the_report_is_named_and_keeps_the_figures_of_th
         assert f"free space in {tmp_path}" in report.problems[0]
         assert aiockpt_command("doctor", tmp_path, "--node").status == UNHEALTHY
     assert read_report(tmp_path, HOST).figures == {"disk write": 1e9}
+
+
+@pytest.mark.parametrize(
+    ("figure", "why"),
+    [
+        (1e8, "memory copy: 95.4 MiB/s, 100.0 times slower than its peers"),
+        (0.0, "the check of all ranks together failed: aiockpt.launch.joint_check"),
+    ],
+)
+def test_a_node_that_is_slow_or_whose_check_fails_stays_away_and_the_others_go_on(
+    tmp_path: Path, figure: float, why: str
+) -> None:
+    done = check_nodes(tmp_path, (1e10, 1e10, figure), "2:3")
+    assert [each.status for each in done] == [0, 0, UNHEALTHY], "".join(each.output for each in done)
+    assert why in done[2].output
+    for each in done[:2]:
+        (launch,) = read_launches(each.folder / "aiockpt-run" / "job")  # a check that failed has a history of its own
+        assert launch.attempts[-1].world_size == 2
+        assert read_report(each.folder / "aiockpt-run", HOST).healthy
+    assert not read_report(done[2].folder / "aiockpt-run", HOST).healthy
+
+
+def test_nodes_that_are_alike_begin_together(tmp_path: Path) -> None:
+    done = check_nodes(tmp_path, (1e10, 1.1e10), "2")
+    assert [each.status for each in done] == [0, 0], "".join(each.output for each in done)
+    assert [each.launch.attempts[-1].world_size for each in done] == [2, 2]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,9 +1,10 @@
 """Trainings in real processes that die and hang under ``aiockpt run``."""
 
 import os
-import socket
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,9 +16,12 @@ from aiockpt.launch.restart_policy import STOPPED
 from aiockpt.runtime.progress import FOLDER as VARIABLE
 from tests.cli.small_checkpoints import Command
 from tests.docs.pages import ROOT, blocks
-from tests.launch.launched import TRAINER, Launched, environment, finish, run, start
+from tests.launch.launched import TIMEOUT_S, TRAINER, Launched, environment, finish, run, start, start_nodes
 from tests.run_python import run_python
+from tests.watch import until
 
+STOPPED_S = 20.0
+"""Longer than torch's agents take for a node to be dead: three times five seconds."""
 PLAIN = """
 import os, pathlib, sys
 import torch, torch.distributed as dist
@@ -57,6 +61,18 @@ def test_a_rank_that_holds_the_interpreter_is_named_and_restarted(tmp_path: Path
     assert [attempt.first_step for attempt in done.launch.attempts] == [0, 6]
     assert done.launch.attempts[0].failure is not None
     assert done.launch.attempts[0].failure.kind == "hang"
+
+
+@pytest.mark.parametrize("place", ["device", "gil"])
+def test_a_rank_that_stands_beside_a_dead_one_is_not_given_the_time_to_save(tmp_path: Path, place: str) -> None:
+    """Told to end, it would save in its next call, which never comes; torch's agent waits half a minute for it."""
+    done = run(tmp_path, 2, f"kill:1:6:1,{place}:0:6:1", "--max-restarts", "2", WAIT="1", PREEMPT="1")
+    assert done.status == 0, done.output
+    first, second = done.launch.attempts
+    assert "rank 0 stands still, and has nothing to save" in done.output
+    assert "closing signal SIGKILL" not in done.output  # what torch's agent tells when it kills
+    assert first.failure is not None
+    assert (first.failure.kind, first.failure.rank, second.first_step) == ("signal SIGKILL", 1, 6)
 
 
 def test_a_long_evaluation_is_told_and_left_alone(tmp_path: Path) -> None:
@@ -149,15 +165,8 @@ def test_the_script_of_the_guide_requeues_what_failed(
 
 def run_two_nodes(folder: Path, faults: str, *more: object) -> list[Launched]:
     """Run the trainer on two nodes of one rank each to the end."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    options = ["--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-id", "two", *more]
-    options += ["--rdzv-endpoint", f"localhost:{port}", TRAINER, folder / "place", 12, faults]
-    for name in "ab":
-        (folder / name).mkdir()
-    nodes = [start(folder / name, options, WAIT="1", HERE=str(folder)) for name in "ab"]
-    return [finish(folder / name, node) for name, node in zip("ab", nodes, strict=True)]
+    nodes = start_nodes(folder, [{"WAIT": "1"}] * 2, "--nnodes", 2, *more, TRAINER, folder / "place", 12, faults)
+    return [finish(folder / str(number), node) for number, node in enumerate(nodes)]
 
 
 def test_two_nodes_restart_together_when_one_of_them_dies_or_hangs(tmp_path: Path) -> None:
@@ -176,3 +185,43 @@ def test_a_node_that_has_ended_begins_again_with_one_that_fails_then(tmp_path: P
     assert sorted(each.status for each in done) == [0, 1 - restarts], done[0].output + done[1].output
     assert {each.launch.outcome for each in done} == ({"ended"} if restarts else {"ended", "failed"})
     assert {len(each.launch.attempts) for each in done} == {1 + restarts}
+
+
+def start_two(folder: Path, *options: object) -> list["subprocess.Popen[str]"]:
+    """Start a job of two nodes that trains until it is ended; return when it does."""
+    own = ["--nnodes", 2, *options, TRAINER, folder / "place", 100_000, "none"]
+    nodes = start_nodes(folder, [{"EVERY": "5"}] * 2, *own)
+    logs = [folder / f"log-{rank}" for rank in range(2)]
+    until(lambda: all(log.exists() and "step 2 " in log.read_text() for log in logs), "a step on both nodes")
+    return nodes
+
+
+def test_a_node_ends_with_the_reason_when_the_launcher_that_has_the_store_is_killed(tmp_path: Path) -> None:
+    first, second = start_two(tmp_path)
+    first.kill()
+    done = finish(tmp_path / "1", second)
+    first.communicate(timeout=TIMEOUT_S)  # its trainer ends, too, and then its output
+    assert done.status == 1, done.output
+    assert (
+        "the nodes have lost each other, and the trainers here are ended. The store of --rdzv-endpoint" in done.output
+    )
+
+
+def test_a_job_survives_a_launcher_that_is_stopped_for_a_while(tmp_path: Path) -> None:
+    """No save that needs the store, which it has, goes on meanwhile."""
+    first, second = start_two(tmp_path)
+    step = len((tmp_path / "log-1").read_text().splitlines())
+    first.send_signal(signal.SIGSTOP)
+    time.sleep(STOPPED_S)
+    first.send_signal(signal.SIGCONT)
+    until(lambda: len((tmp_path / "log-1").read_text().splitlines()) > step + 20, "twenty steps more")
+    first.terminate()
+    done = [finish(tmp_path / str(number), node) for number, node in enumerate((first, second))]
+    assert all(len(each.launch.attempts) == 1 for each in done), done[0].output + done[1].output
+
+
+def test_too_few_nodes_are_told(tmp_path: Path) -> None:
+    own = ["--nnodes", "2:3", "--rdzv-conf", "join_timeout=5", TRAINER, tmp_path / "place", 4, "none"]
+    done = finish(tmp_path / "0", start_nodes(tmp_path, [{}], *own)[0])
+    assert done.status == 1
+    assert "Fewer than --nnodes 2:3 came in time" in done.output

@@ -105,6 +105,13 @@ def lock_twice() -> None:
         ctypes.PyDLL(None).pthread_mutex_lock(lock)
 
 
+def wait_in_c() -> None:
+    """Hang in C as a collective of a device does: the interpreter is free, and no signal ends the call."""
+    lock = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+
+
 def crash() -> None:
     raise ArithmeticError("the loss is not a number")
 
@@ -125,7 +132,8 @@ def main() -> None:
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer, "counter": Counter(faults)}
-    with aiockpt.Checkpointer([aiockpt.Tier(url, keep=2)], every=int(os.environ.get("EVERY", "1"))) as ckpt:
+    every, on_preempt = int(os.environ.get("EVERY", "1")), "save" if os.environ.get("PREEMPT") else None
+    with aiockpt.Checkpointer([aiockpt.Tier(url, keep=2)], every=every, on_preempt=on_preempt) as ckpt:  # type: ignore[arg-type]
         start = ckpt.resume(state)
         with (HERE / f"log-{rank}").open("a", buffering=1) as log:
             log.write(f"start {start} {time.monotonic()}\n")
@@ -138,6 +146,7 @@ def main() -> None:
                 faults.at("collective")
                 dist.all_reduce(loss.detach().clone())
                 faults.at("gil", lock_twice)
+                faults.at("device", wait_in_c)
                 faults.at("stop", lambda: os.kill(os.getpid(), signal.SIGSTOP))
                 faults.at("evaluation", evaluate)
                 faults.at("crash", crash)

@@ -104,8 +104,12 @@ def test_a_recent_snapshot_is_flushed_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_the_others_of_a_dead_rank_wait_for_it_no_longer_than_they_need_to_see_it(tmp_path: Path) -> None:
-    """A launcher sends SIGTERM to the ranks that are left, and the restart waits for their end."""
-    programs = start_ranks(tmp_path, script(every=20, collective=False, pause="0.05"), WORLD_SIZE)
+    """A launcher sends SIGTERM to the ranks that are left, and the restart waits for their end.
+
+    Rank 0 would wait until all ranks know what was read back, the dead one, too.
+    """
+    for_ever = "from aiockpt.session.preemption import decision\ndecision.GOODBYE_S = 10_000.0\n"
+    programs = start_ranks(tmp_path, for_ever + script(every=20, collective=False, pause="0.05"), WORLD_SIZE)
     for program in programs:
         program.wait_said("go")
     programs[1].process.kill()

@@ -32,6 +32,7 @@ from aiockpt.errors import CheckpointError, CorruptionError
 from aiockpt.futures import SaveFuture, promise_of
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.loop import Mutex, thread_id
+from aiockpt.runtime.progress import find_progress
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.wakeup import SignalWatch, children_end_quietly, watch_signals
 from aiockpt.session.preemption.decision import EndAgreement, EndDecision, Notice, Reading
@@ -105,6 +106,8 @@ class PreemptionHandler(Interruption):
         self.saves.lasting = frozenset(backend.url for backend in places if backend.traits.durable)
         self.agreement = agreement
         self._running = engine.loop.submit(self._run)
+        if engine.world_size > 1:
+            engine.loop.call_soon(find_progress().end_together)
         if self.policy.signals:
             self._watch = watch_signals(self.policy.numbers, self._receive_signal, self._is_in_step)
 
@@ -314,6 +317,8 @@ class PreemptionHandler(Interruption):
             self._waits = True
             decision = EndDecision(0, failure=str(error))
         self._decision.resolve(decision)
+        if decision.failure:
+            find_progress().note_disagreement()
 
     async def _flush(self) -> None:
         """Flush the snapshots in flight, and log the result: the main thread may never make another call."""
@@ -410,7 +415,7 @@ class PreemptedCall:
         """Have the last step read back, by rank 0, as long as there is time; return what all ranks know of it."""
         handler = self._handler
         if self._decision.failure:
-            return Reading()  # some rank does not answer
+            return Reading()  # some rank does not answer: rank 0 would wait for it until its goodbye is over
         left_s = handler.left_s - RESERVE_S
         verifies = handler.policy.verify and newest is not None and not lost and left_s > 0
 

@@ -38,6 +38,8 @@ CALM_STEPS, STEPS_OF_A_FAULT = 8, 15
 """Between two faults, and with what is trained while one is noticed."""
 DEADLINE_S = 600.0
 """For the run to do what a fault is followed by."""
+KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=10"
+"""After less, launchers that a busy machine holds up take each other for dead; a new host needs as long to start."""
 POLL_S = 0.05
 LAUNCH, DRILL = Path("launch", "demo"), "drill"
 Say = Callable[[str], object]
@@ -163,7 +165,7 @@ class Cluster:
         memory = self._memory / f"host-{number}"
         memory.mkdir(mode=0o700)
         job = RecoveryJob(folder=str(self._folder), memory=str(memory), host=number, steps=self._options.steps)
-        conf = f"is_host={not number},keep_alive_interval=1,keep_alive_max_attempt=3"
+        conf = f"is_host={not number},{KEEP_ALIVE}"
         command = [sys.executable, "-m", "aiockpt.tools.cli.main", "run"]
         command += [
             f"--hang-s={HANG_S:g}",

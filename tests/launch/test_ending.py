@@ -1,0 +1,101 @@
+"""Trainers that are told to end: which of them the launcher kills before torch's agent does, and whose end is a failure."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from aiockpt.launch import node_watch
+from aiockpt.launch.node_watch import NodeWatch
+
+TRAINER = """
+import random, signal, sys, threading, time
+from aiockpt.events import Committed, SaveStarted
+from aiockpt.runtime.progress import find_progress
+
+def visit(depth):
+    visit(depth - 1) if depth else time.sleep(0.01)
+
+signal.signal(signal.SIGTERM, lambda *of: None)
+marks = find_progress()
+marks.mark("train", 3)
+told = sys.argv[1:]
+if "together" in told:
+    marks.end_together()
+if "saves" in told:
+    marks.on_event(SaveStarted(at_ns=0, step=4, bytes=1, tensor_count=1))
+if "saved" in told:
+    marks.on_event(Committed(at_ns=0, step=4, bytes=1, seconds=0.0, generation=0))
+if "disagrees" in told:
+    marks.note_disagreement()
+
+def stand():
+    held.acquire()
+
+def tell_when_it_stands():
+    while "moves" not in told and (frame := sys._current_frames()[main]).f_lineno != stand.__code__.co_firstlineno + 1:
+        time.sleep(0.01)
+    print("ready", flush=True)
+
+main, held = threading.get_ident(), threading.Lock()
+held.acquire()
+threading.Thread(target=tell_when_it_stands).start()
+while "moves" in told:
+    visit(random.randrange(200))
+stand()
+"""
+
+
+@contextmanager
+def told_to_end(
+    folder: Path, told: str, timeout_s: float, *, failed: bool
+) -> Iterator[tuple[NodeWatch, "subprocess.Popen[str]"]]:
+    """End a trainer that does not end by itself."""
+    watch = NodeWatch(folder / "run", "run", report=lambda _: None)
+    watch.begin_attempt([0, 1], 2)
+    command = [sys.executable, "-c", TRAINER, *told.split(", ")]
+    with subprocess.Popen(command, env={**os.environ, "RANK": "0"}, stdout=subprocess.PIPE, text=True) as trainer:
+        try:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "ready\n"
+            watch.end_trainers({0: trainer.pid, 1: 0x7FFFFFFF}, signal.SIGTERM, timeout_s, failed=failed)
+            yield watch, trainer
+        finally:
+            trainer.kill()
+    watch.end("ended")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_watch, "STANDS_S", 0.5)
+    monkeypatch.setattr(node_watch, "LOOKS_APART_S", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("told", "failed"), [("together", True), ("together, disagrees", False), ("together, saves, saved", True)]
+)
+def test_one_that_stands_and_can_save_nothing_is_killed(tmp_path: Path, told: str, failed: bool) -> None:
+    with told_to_end(tmp_path, told, 60, failed=failed) as (watch, trainer):
+        assert trainer.poll() == -signal.SIGKILL
+    assert watch.describe_exits({0: -signal.SIGKILL, 1: 3}).rank == 1
+    assert watch.describe_exits({0: 77, 1: 3}).kind == "exit status 3"
+
+
+@pytest.mark.parametrize(
+    ("told", "failed"),
+    [
+        ("together, saves", True),
+        ("together, saves, disagrees", False),
+        ("together, moves", True),
+        ("together", False),
+        ("alone", True),
+    ],
+)
+def test_one_that_may_still_save_is_left_its_grace(tmp_path: Path, told: str, failed: bool) -> None:
+    with told_to_end(tmp_path, told, 2, failed=failed) as (_, trainer):
+        assert trainer.poll() is None
