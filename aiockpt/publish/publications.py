@@ -15,12 +15,14 @@ import logging
 import math
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import anyio
 from anyio.abc import TaskStatus
 
 from aiockpt.engine.alone import Destination
 from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.submit import check_step
 from aiockpt.errors import CheckpointError, StepNotFoundError, StorageError
 from aiockpt.events import Committed, Event, PublicationFailed, VersionPublished
@@ -30,11 +32,15 @@ from aiockpt.publish.frames import load_zstd
 from aiockpt.publish.publication import Publish, Published, as_publish
 from aiockpt.publish.publisher import Publisher
 from aiockpt.publish.receiver_notes import ReceiverNote
+from aiockpt.publish.shares import ShareRequests, ShareWriter, spread_ranks
 from aiockpt.redaction import redact
 from aiockpt.runtime.loop import Submitted, made_for_the_loop
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.world import Loop
 from aiockpt.storage.backend import Backend
+
+if TYPE_CHECKING:
+    from aiockpt.ranks.coordinator import RankCoordinator
 
 logger = logging.getLogger("aiockpt")
 
@@ -45,17 +51,22 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 class Publications:
     """The publishers of one checkpointer, one for equal options: the same place, and the same weights of a step.
 
+    Args:
+        coordinator: of the ranks, which share out the files of what `follow` publishes.
+
     Raises:
         UsageError: zstd is not installed.
     """
 
-    def __init__(self, loop: Loop, destination: Destination) -> None:
+    def __init__(self, loop: Loop, destination: Destination, coordinator: Coordinator) -> None:
         load_zstd()
+        self._coordinator = coordinator
         self._loop = loop
         self._destination = destination
         self._engine: Engine = destination.engine
         self._publishers: list[tuple[Publish, Publisher]] = []
         self._followers: list[tuple[_Follower, Submitted]] = []
+        self._writer: tuple[ShareWriter, Submitted] | None = None
         with made_for_the_loop():
             self._begun, self._over = anyio.Event(), anyio.Event()
         self._serving = loop.submit(self._serve)
@@ -69,12 +80,17 @@ class Publications:
         return Future(promise)
 
     def follow(self, dest: str | os.PathLike[str] | Backend | Publish) -> None:
-        """Publish each committed step from now on; of several ranks one does."""
+        """Publish each committed step from now on: of several ranks the first one does, and others write files for it."""
         options = as_publish(dest)
+        ranks = cast("RankCoordinator", self._coordinator) if self._coordinator.world_size > 1 else None
         if self._engine.rank == 0:
             follower = _Follower(self, self._publisher(options), options.every or 1)
+            follower.publisher.shares = None if ranks is None else ShareRequests(ranks)
             self._engine.add_observer(follower)
             self._followers.append((follower, self._loop.submit(follower.run)))
+        elif ranks is not None and ranks.rank in spread_ranks(ranks.world_size):
+            writer = ShareWriter(ranks, lambda request: self._publisher(options).write_share(request))
+            self._writer = writer, self._loop.submit(writer.run)
 
     def resume(self, step: int) -> None:
         """Publish the last step that was due before the run goes on behind *step*, if that is not done."""
@@ -127,10 +143,15 @@ class Publications:
             for follower, running in self._followers:
                 self._loop.submit(follower.end).result()
                 running.result()
+            if self._writer is not None:
+                self._loop.submit(self._writer[0].end).result()
+                self._writer[1].result()
         finally:
             self._loop.call_soon(self._over.set)
             self._serving.result()
             for _, publisher in self._publishers:
+                if publisher.shares is not None:
+                    self._loop.submit(publisher.shares.end).result()
                 self._loop.submit(publisher.close).result()
 
 
@@ -139,7 +160,7 @@ class _Follower:
 
     def __init__(self, publications: Publications, publisher: Publisher, every: int) -> None:
         self._publications = publications
-        self._publisher = publisher
+        self.publisher = publisher
         self.every = every
         self._due: int | None = None
         self._refused: int | None = None
@@ -176,7 +197,7 @@ class _Follower:
 
     async def _publish(self, step: int) -> None:
         try:
-            await self._publications.publish_with(self._publisher, step, False)
+            await self._publications.publish_with(self.publisher, step, False)
         except StepNotFoundError as error:  # retention was faster; the newer step follows
             logger.info("step %d is not published: %s", step, error)
         except StorageError as error:
@@ -188,7 +209,7 @@ class _Follower:
             logger.exception("step %d is not published", step)
 
     def __repr__(self) -> str:
-        return f"<publication to {redact(self._publisher.url)}>"
+        return f"<publication to {redact(self.publisher.url)}>"
 
 
 def _event(published: Published, url: str, receivers: Sequence[ReceiverNote], at_ns: int) -> VersionPublished:
