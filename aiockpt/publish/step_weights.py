@@ -55,7 +55,8 @@ class StepWeights:
         self.weight_bytes = sum(weight.nbytes for weight in chosen.weights)
         self.shares = max(1, min(ranks, self.weight_bytes // SHARE_BYTES))
         most = FILE_BYTES if self.shares == 1 else min(FILE_BYTES, self.weight_bytes // (FILES_A_SHARE * self.shares))
-        self.layout: Layout = plan_folder(chosen.weights, chosen.ties, most)
+        # Ranks save tensors in an order of theirs; the files of a step and of its base are cut alike.
+        self.layout: Layout = plan_folder(sorted(chosen.weights, key=lambda weight: weight.name), chosen.ties, most)
         self.digest = digest_layout(self.layout)
         shrinks = [itemsize(one.dtype) // itemsize(one.becomes) for one in chosen.weights if one.dtype != one.becomes]
         self._window_fraction = 2 * max(1, *shrinks) if shrinks else 1
