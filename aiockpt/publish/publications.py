@@ -65,8 +65,8 @@ class Publications:
         self._destination = destination
         self._engine: Engine = destination.engine
         self._publishers: list[tuple[Publish, Publisher]] = []
-        self._followers: list[tuple[_Follower, Submitted]] = []
-        self._writer: tuple[ShareWriter, Submitted] | None = None
+        self._follower: _Follower | None = None
+        self._background: list[tuple[_Follower | ShareWriter, Submitted]] = []
         with made_for_the_loop():
             self._begun, self._over = anyio.Event(), anyio.Event()
         self._serving = loop.submit(self._serve)
@@ -82,20 +82,22 @@ class Publications:
     def follow(self, dest: str | os.PathLike[str] | Backend | Publish) -> None:
         """Publish each committed step from now on: of several ranks the first one does, and others write files for it."""
         options = as_publish(dest)
+        task: _Follower | ShareWriter | None = None
         ranks = cast("RankCoordinator", self._coordinator) if self._coordinator.world_size > 1 else None
         if self._engine.rank == 0:
-            follower = _Follower(self, self._publisher(options), options.every or 1)
-            follower.publisher.shares = None if ranks is None else ShareRequests(ranks)
+            publisher = self._publisher(options)
+            publisher.shares = None if ranks is None else ShareRequests(ranks)
+            task = self._follower = follower = _Follower(self, publisher, options.every or 1)
             self._engine.add_observer(follower)
-            self._followers.append((follower, self._loop.submit(follower.run)))
         elif ranks is not None and ranks.rank in spread_ranks(ranks.world_size):
-            writer = ShareWriter(ranks, lambda request: self._publisher(options).write_share(request))
-            self._writer = writer, self._loop.submit(writer.run)
+            task = ShareWriter(ranks, lambda request: self._publisher(options).write_share(request))
+        if task is not None:
+            self._background.append((task, self._loop.submit(task.run)))
 
     def resume(self, step: int) -> None:
         """Publish the last step that was due before the run goes on behind *step*, if that is not done."""
-        for follower, _ in self._followers:
-            self._loop.call_soon(follower.reach, step - step % follower.every)
+        if self._follower is not None:
+            self._loop.call_soon(self._follower.reach, step - step % self._follower.every)
 
     def _publisher(self, options: Publish) -> Publisher:
         for known, publisher in self._publishers:
@@ -140,18 +142,13 @@ class Publications:
     def finish(self) -> None:
         """Wait until what was committed is published, and release the held steps. Blocks; never on the loop thread."""
         try:
-            for follower, running in self._followers:
-                self._loop.submit(follower.end).result()
+            for task, running in self._background:
+                self._loop.submit(task.end).result()
                 running.result()
-            if self._writer is not None:
-                self._loop.submit(self._writer[0].end).result()
-                self._writer[1].result()
         finally:
             self._loop.call_soon(self._over.set)
             self._serving.result()
             for _, publisher in self._publishers:
-                if publisher.shares is not None:
-                    self._loop.submit(publisher.shares.end).result()
                 self._loop.submit(publisher.close).result()
 
 
@@ -160,7 +157,7 @@ class _Follower:
 
     def __init__(self, publications: Publications, publisher: Publisher, every: int) -> None:
         self._publications = publications
-        self.publisher = publisher
+        self._publisher = publisher
         self.every = every
         self._due: int | None = None
         self._refused: int | None = None
@@ -197,7 +194,7 @@ class _Follower:
 
     async def _publish(self, step: int) -> None:
         try:
-            await self._publications.publish_with(self.publisher, step, False)
+            await self._publications.publish_with(self._publisher, step, False)
         except StepNotFoundError as error:  # retention was faster; the newer step follows
             logger.info("step %d is not published: %s", step, error)
         except StorageError as error:
@@ -209,7 +206,7 @@ class _Follower:
             logger.exception("step %d is not published", step)
 
     def __repr__(self) -> str:
-        return f"<publication to {redact(self.publisher.url)}>"
+        return f"<publication to {redact(self._publisher.url)}>"
 
 
 def _event(published: Published, url: str, receivers: Sequence[ReceiverNote], at_ns: int) -> VersionPublished:

@@ -115,7 +115,9 @@ class Publisher:
             return self._result(index, self._engine.since_s(begun_ns)), receivers
 
     async def close(self) -> None:
-        """Release the place."""
+        """Release the place; other ranks need not wait for a request any more."""
+        if self.shares is not None:
+            await self.shares.end()
         if self._backend is not self._options.dest:
             await self._backend.close()
 
@@ -190,26 +192,24 @@ class Publisher:
             yield weights
 
     async def _write_one(self, folder: str, number: int, new: StepWeights, base: Base | None) -> VersionIndex | None:
-        sizes = [file.size for file in new.layout.files]
-        alone = {0: [*range(len(sizes))]}
         try:
-            files = alone if self.shares is None else self.shares.deal(sizes, new.shares)
-            return await self._write_draft(folder, number, new, base, files)
+            return await self._write_draft(folder, number, new, base, self.shares)
         except RankError as error:
             logger.warning("%s: rank 0 writes all files of %s by itself: %s", self.url, folder, error)
-            return await self._write_draft(folder, number, new, base, alone)
+            return await self._write_draft(folder, number, new, base, None)
 
     async def _write_draft(
-        self, folder: str, number: int, new: StepWeights, base: Base | None, files: dict[int, list[int]]
+        self, folder: str, number: int, new: StepWeights, base: Base | None, shares: ShareRequests | None
     ) -> VersionIndex | None:
         draft = self._versions.draft(folder)
         is_decided = False
         try:
-            writer = self._writer(draft, new, base)
-            if self.shares is None or len(files) == 1:
-                written = await writer.write(files[0])
+            writer = _writer(draft, new, base)
+            files = {} if shares is None else shares.deal(new)
+            if shares is None or len(files) == 1:
+                written = await writer.write(range(len(new.layout.files)))
             else:
-                written = await self.shares.write(draft, number, new, base is not None, files, writer.write)
+                written = await shares.write(draft, number, new, base is not None, files, writer.write)
             if base is None:
                 await self._write_companions(draft)
             notes = self._notes(new, written, None if base is None else base.version, folder)
@@ -225,32 +225,25 @@ class Publisher:
         await self._versions.abandon(draft)
         return None
 
-    @staticmethod
-    def _writer(draft: Draft, new: StepWeights, base: Base | None) -> VersionWriter:
-        return (
-            VersionWriter(draft, new, None, {})
-            if base is None
-            else VersionWriter(draft, new, base.weights, base.version.digests)
-        )
-
     async def write_share(self, request: ShareRequest) -> WrittenFiles:
         """Write this rank's share of a version that rank 0 writes.
 
         Raises:
             CheckpointError: it cannot be written here, or rank 0 has given it up; then none of its files is left.
         """
-        draft = request.draft(self._backend, self._engine.token(6))
-        # At first: no byte goes to another place than rank 0's.
-        async with while_marked(self._versions, draft, request.mark), AsyncExitStack() as opened:
+        # The mark at first: no byte goes to another place than rank 0's.
+        async with while_marked(self._versions, request.draft(self._backend)) as draft, AsyncExitStack() as opened:
             like = await opened.enter_async_context(self._opened_like())
             new = await opened.enter_async_context(self._opened(request.step, request.attempt, like, request.ranks))
-            before = await self._versions.read(version_folder(request.number - 1)) if request.is_delta else None
+            if new.digest != request.layout:
+                raise UsageError(f"the weights of step {request.step} have other names, dtypes or shapes here")
             base = None
-            if before is not None:
-                base = await opened.enter_async_context(self._base(before, like, request.ranks))
-            if new.digest != request.layout or (base is None and request.is_delta):
-                raise UsageError(f"step {request.step}, or that of the version before, is another one here")
-            return await self._writer(draft, new, base).write(request.files[self._engine.rank])
+            if request.is_delta:
+                before = await self._versions.read(version_folder(request.number - 1))
+                assert before is not None  # of the place that has the mark
+                weights = self._opened(before.notes.step, before.notes.attempt, like, request.ranks)
+                base = Base(await opened.enter_async_context(weights), before)
+            return await _writer(draft, new, base).write(request.files[self._engine.rank])
 
     def _notes(self, new: StepWeights, written: WrittenFiles, before: VersionIndex | None, folder: str) -> VersionNotes:
         manifest: Manifest = new.manifest
@@ -339,6 +332,11 @@ class Publisher:
             changed=len(index.weight_map),
             seconds=seconds,
         )
+
+
+def _writer(draft: Draft, new: StepWeights, base: Base | None) -> VersionWriter:
+    weights, expected = (None, {}) if base is None else (base.weights, base.version.digests)
+    return VersionWriter(draft, new, weights, expected)
 
 
 def _is_published(newest: VersionIndex, new: StepWeights) -> bool:

@@ -49,21 +49,23 @@ WATCH_S = 5.0
 GOODBYE_S = 5.0
 """How long a rank whose checkpointer is closed goes on without a request: rank 0 may publish the last step now."""
 _REQUEST = "publish/request"
+Files = dict[int, list[int]]
+"""Rank → numbers of its files."""
+Own = Callable[[list[int]], Awaitable[WrittenFiles]]
+"""Writes the files of these numbers."""
 
 
 class ShareRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0's note of what to write; one without *files* is the last.
 
     Attributes:
-        mark: the key of the draft's mark; *folder*, *hidden*, *token*: of the draft.
-        number: of the version.
-        is_delta: whether it is against the version before.
+        folder, hidden, token: of the draft.
+        number: of the version; *is_delta*: whether it is against the version before.
         step, attempt: the save that the weights are of; *layout*: the digest of their names, dtypes and shapes.
         ranks: by whose count the weights are divided into files.
         files: rank → numbers of its files.
     """
 
-    mark: str = ""
     folder: str = ""
     hidden: str = ""
     token: str = ""
@@ -73,17 +75,21 @@ class ShareRequest(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str = ""
     layout: str = ""
     ranks: int = 1
-    files: dict[int, list[int]] = {}
+    files: Files = {}
 
-    def draft(self, backend: Backend, nonce: str) -> Draft:
-        """Return the draft as another rank writes it: in a store, under names of its own."""
-        return Draft(backend, self.folder, self.hidden, f"{self.token}-{nonce}")
+    def draft(self, backend: Backend) -> Draft:
+        """Return the draft in *backend*."""
+        return Draft(backend, self.folder, self.hidden, self.token)
+
+    def report_key(self, rank: int) -> str:
+        """Return where *rank* reports."""
+        return f"publish/{self.token}/{rank}"
 
 
 class ShareReport(msgspec.Struct, frozen=True):
     """A rank's note of what it has written, or of why it has not."""
 
-    written: WrittenFiles | None = None
+    written: WrittenFiles
     error: str = ""
 
 
@@ -93,9 +99,9 @@ def spread_ranks(world_size: int) -> list[int]:
     return [place * world_size // count for place in range(count)]
 
 
-def deal_files(sizes: Sequence[int], ranks: Sequence[int]) -> dict[int, list[int]]:
+def deal_files(sizes: Sequence[int], ranks: Sequence[int]) -> Files:
     """Return rank → numbers of its files: the largest first, each to the rank that has the fewest bytes so far."""
-    files: dict[int, list[int]] = {rank: [] for rank in ranks}
+    files: Files = {rank: [] for rank in ranks}
     held = dict.fromkeys(ranks, 0)
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         rank = min(held, key=held.__getitem__)
@@ -104,48 +110,33 @@ def deal_files(sizes: Sequence[int], ranks: Sequence[int]) -> dict[int, list[int
     return {rank: numbers for rank, numbers in files.items() if numbers}
 
 
-async def _check_report(draft: Draft, rank: int, report: ShareReport) -> WrittenFiles:
-    """Return what *rank* has written; raise RankFailedError unless all of it is in the draft, as this rank sees it."""
-    if report.written is None:
-        raise RankFailedError(f"rank {rank} has written no files: {report.error}", [rank])
-    for name, file in report.written.files.items():
-        try:
-            there = (await draft.backend.stat(draft.key(name))).size
-        except ObjectNotFoundError:
-            there = None
-        if there != file.bytes:
-            raise RankFailedError(
-                f"rank {rank} has written {name} of {file.bytes:,} bytes; {there} are seen here", [rank]
-            )
-    return report.written
-
-
 @asynccontextmanager
-async def while_marked(versions: Versions, draft: Draft, mark: str) -> AsyncIterator[None]:
-    """Run the block, which writes files of *draft*, while the mark is seen; remove them when it is not.
+async def while_marked(versions: Versions, draft: Draft) -> AsyncIterator[Draft]:
+    """Yield rank 0's *draft* under names of this rank's while the mark is seen; remove its files when it is not.
 
     Raises:
         ObjectNotFoundError: rank 0 has given up the draft, or writes to another place.
     """
+    own = msgspec.structs.replace(draft, token=f"{draft.token}-{versions.world.token(6).hex()}")
 
     async def watch() -> None:
         while True:
-            await versions.backend.stat(mark)
             await anyio.sleep(WATCH_S)
+            await draft.backend.stat(draft.mark)
 
-    await versions.backend.stat(mark)
+    await draft.backend.stat(draft.mark)
     try:
         async with open_tasks() as tasks:
             tasks.start_soon(watch)
-            yield
+            yield own
             tasks.cancel_scope.cancel()
-        await versions.backend.stat(mark)
+        await draft.backend.stat(draft.mark)
     except BaseException:
         with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
             try:
-                await versions.backend.stat(mark)  # rank 0 removes what is there when it has removed the mark
+                await draft.backend.stat(draft.mark)  # rank 0 removes all that is there after the mark
             except ObjectNotFoundError:
-                await versions.abandon(draft)
+                await versions.abandon(own)
         raise
 
 
@@ -161,23 +152,18 @@ class ShareRequests:
         """Return the ranks that may write now, this one first."""
         return [rank for rank in spread_ranks(self._board.world_size) if rank not in self._left_out]
 
-    def deal(self, sizes: Sequence[int], shares: int) -> dict[int, list[int]]:
-        """Return rank → numbers of its files, where those of these *sizes* are to have as many *shares*."""
+    def deal(self, new: StepWeights) -> Files:
+        """Return rank → numbers of its files; of no other rank where that does not pay."""
         ranks = self.ranks()
         self._left_out = {rank: count - 1 for rank, count in self._left_out.items() if count > 1}
-        shares = min(shares, len(ranks))
-        return deal_files(sizes, [ranks[place * len(ranks) // shares] for place in range(shares)])
+        count = min(new.shares, len(ranks))
+        sizes = [file.size for file in new.layout.files]
+        return deal_files(sizes, [ranks[place * len(ranks) // count] for place in range(count)])
 
     async def write(
-        self,
-        draft: Draft,
-        number: int,
-        new: StepWeights,
-        is_delta: bool,
-        files: dict[int, list[int]],
-        write_own: Callable[[list[int]], Awaitable[WrittenFiles]],
+        self, draft: Draft, number: int, new: StepWeights, is_delta: bool, files: Files, own: Own
     ) -> WrittenFiles:
-        """Have the *files* of each rank written; this rank's by *write_own*.
+        """Have the *files* of each rank written; this rank's by *own*.
 
         Raises:
             RankError: another rank has not written its share.
@@ -185,7 +171,6 @@ class ShareRequests:
             CheckpointError: this rank has not written its share.
         """
         request = ShareRequest(
-            mark=draft.mark,
             folder=draft.folder,
             hidden=draft.hidden,
             token=draft.token,
@@ -197,58 +182,60 @@ class ShareRequests:
             ranks=new.ranks,
             files=files,
         )
+        missing = {*files} - {0}
+        begun_s = anyio.current_time()
         await draft.backend.put(draft.mark, b"")
-        found: dict[int, WrittenFiles] = {}
         try:
-            written = await self._request(request, draft, write_own, found)
+            await self._board.post(_REQUEST, request)
+            async with open_tasks() as tasks:
+                written = WrittenFiles({}, {}, {})
+                tasks.start_soon(self._gather, request, draft, missing, written)
+                written.add(await own(files[0]))
+                own_s = anyio.current_time() - begun_s
+                tasks.cancel_scope.deadline = anyio.current_time() + PATIENCE_S + PATIENCE * own_s
+            if missing:
+                late = sorted(missing)
+                raise RankTimeoutError(f"no files of {name_ranks(late)}, after {own_s:.0f} s for those of rank 0", late)
         except RankError as error:
-            failed = {*error.ranks} - {0} or {*files} - {0}
-            self._left_out |= dict.fromkeys(failed, LEFT_OUT)
+            self._left_out |= dict.fromkeys({*error.ranks} - {0} or {*files} - {0}, LEFT_OUT)
             raise
-        for others in found.values():
-            written.add(others)
+        finally:
+            with anyio.move_on_after(GOODBYE_S, shield=True), suppress(StoreLostError):
+                await self._board.delete(map(request.report_key, files))
         if is_delta and 2 * sum(file.bytes for file in written.files.values()) > new.weight_bytes:
             raise DeltaTooLargeError("more than half has changed, over all ranks")
         await draft.backend.delete([draft.mark])
         return written
 
-    async def _request(
-        self,
-        request: ShareRequest,
-        draft: Draft,
-        write_own: Callable[[list[int]], Awaitable[WrittenFiles]],
-        found: dict[int, WrittenFiles],
-    ) -> WrittenFiles:
-        """Post a request; return what this rank has written, and add to *found* what the others have."""
-        keys = {rank: f"publish/{request.token}/{rank}" for rank in request.files if rank}
-        begun_s = anyio.current_time()
-        try:
-            await self._board.post(_REQUEST, request)
-            async with open_tasks() as tasks:
-                tasks.start_soon(self._gather, request.number, keys, draft, found)
-                written = await write_own(request.files[0])
-                own_s = anyio.current_time() - begun_s
-                tasks.cancel_scope.deadline = anyio.current_time() + PATIENCE_S + PATIENCE * own_s
-        finally:
-            with anyio.move_on_after(GOODBYE_S, shield=True), suppress(StoreLostError):
-                await self._board.delete(keys.values())
-        if late := sorted(keys.keys() - found.keys()):
-            raise RankTimeoutError(
-                f"no word of the files of {name_ranks(late)}, after {own_s:.0f} s for those here", late
-            )
-        return written
-
-    async def _gather(self, number: int, keys: dict[int, str], draft: Draft, found: dict[int, WrittenFiles]) -> None:
-        lookout = self._coordinator.make_lookout(f"version {number}", PATIENCE_S)
-        while missing := [rank for rank in keys if rank not in found]:
-            gone = await lookout.check_ranks(missing)  # before the notes: what it posted before it went still counts
-            reports = await self._board.find_all([keys[rank] for rank in missing], ShareReport)
-            for rank, report in zip(missing, reports, strict=True):
+    async def _gather(self, request: ShareRequest, draft: Draft, missing: set[int], written: WrittenFiles) -> None:
+        """Add what *missing* ranks report, who are missing no more then."""
+        lookout = self._coordinator.make_lookout(f"version {request.number}", PATIENCE_S)
+        while missing:
+            ranks = sorted(missing)
+            gone = await lookout.check_ranks(ranks)  # before the notes: what it posted before it went still counts
+            reports = await self._board.find_all(list(map(request.report_key, ranks)), ShareReport)
+            for rank, report in zip(ranks, reports, strict=True):
                 if report is not None:
-                    found[rank] = await _check_report(draft, rank, report)
-            if gone is not None and len(found) < len(keys):
+                    await self._check(draft, rank, report)
+                    written.add(report.written)
+                    missing.remove(rank)
+            if gone is not None and missing:
                 raise gone
             await anyio.sleep(POLL_S)
+
+    @staticmethod
+    async def _check(draft: Draft, rank: int, report: ShareReport) -> None:
+        """Raise RankFailedError unless all that was reported is in the draft, as this rank sees it."""
+        why = report.error
+        for name, file in report.written.files.items():
+            try:
+                stat = await draft.backend.stat(draft.key(name))
+            except ObjectNotFoundError:
+                why = f"{name} is not seen here"
+            else:
+                why = why if stat.size == file.bytes else f"{name} has {stat.size:,} bytes here, not {file.bytes:,}"
+        if why:
+            raise RankFailedError(f"rank {rank} has written no files: {why}", [rank])
 
     async def end(self) -> None:
         """Post that nothing more is requested."""
@@ -277,8 +264,8 @@ class ShareWriter:
             while anyio.current_time() < self._until_s:
                 # A board without a name is that of ranks which made no call yet, or which never met.
                 request = await self._board.find(_REQUEST, ShareRequest) if self._board.name else None
-                if request is not None and request.mark != seen:
-                    seen = request.mark
+                if request is not None and request.token != seen:
+                    seen = request.token
                     if not request.files:
                         return
                     if self._board.rank in request.files:
@@ -290,8 +277,8 @@ class ShareWriter:
             report = ShareReport(await self._write(request))
         except Exception as error:
             logger.info("no files of version %d are written here", request.number, exc_info=error)
-            report = ShareReport(error=f"{type(error).__name__}: {error}")
-        await self._board.post(f"publish/{request.token}/{self._board.rank}", report)
+            report = ShareReport(WrittenFiles({}, {}, {}), f"{type(error).__name__}: {error}")
+        await self._board.post(request.report_key(self._board.rank), report)
         if self._until_s < math.inf:
             await self.end()
 

@@ -10,17 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
+import anyio.to_thread
 import pytest
 import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
+from aiockpt.errors import StorageError
 from aiockpt.events import PublicationFailed
 from aiockpt.publish import shares, step_weights, version_files
 from aiockpt.publish.shares import deal_files, spread_ranks
+from aiockpt.publish.versions import Versions
 from aiockpt.runtime.notes import StoreLostError
+from aiockpt.runtime.world import World
 from aiockpt.storage.forwarding import BackendCall, Forwarding
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.recording import RecordingBackend
@@ -140,6 +143,8 @@ def test_in_a_store_each_rank_has_names_of_its_own(tmp_path: Path) -> None:
     assert are_shared_out(dests, 5)
     assert received(store, tmp_path / "got") == [(3, 3)]
     assert not [key for key in store._objects if "/open." in key]
+    tokens = [{done.key.split(".")[1] for done in one.operations if done.verb == "create"} for one in dests]
+    assert not (tokens[0] & tokens[1]) | (tokens[1] & tokens[2])
 
 
 def test_a_job_of_other_size_goes_on_with_deltas(tmp_path: Path) -> None:
@@ -155,7 +160,8 @@ def test_a_job_of_other_size_goes_on_with_deltas(tmp_path: Path) -> None:
     assert is_step(reader, 5)
 
 
-def test_committed_steps_are_shared_out_up_to_the_last_one(tmp_path: Path) -> None:
+def test_committed_steps_are_shared_out_up_to_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "GOODBYE_S", 10_000)  # the ranks end when rank 0 says so
     dests = recorded(lambda: LocalBackend(str(tmp_path / "pub")))
     with job(tmp_path / "run", dests, {"every": 1}) as ranks:
         ranks.save(0)
@@ -196,24 +202,24 @@ def test_a_rank_that_does_not_see_the_place_writes_nothing_and_is_left_out_for_a
     assert folders(tmp_path / "pub") == [f"weight_v{number:06d}" for number in range(4)]
 
 
-def test_files_that_rank_0_does_not_see_are_in_no_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shows", "why"), [(None, "is not seen here"), (b"part", "has 4 bytes here, not")])
+def test_files_that_rank_0_does_not_see_whole_are_in_no_version(shows: bytes | None, why: str, tmp_path: Path) -> None:
+    pub = LocalBackend(str(tmp_path / "pub"))
+
     class Late(Forwarding):
-        """Shows at once what others write, and others nothing of what it writes."""
+        """Shows at once what others write, and others not all of what it writes."""
 
         async def forward(self, call: BackendCall) -> Any:
-            return await (
-                LocalBackend(str(tmp_path / "cache")).create(*call.arguments) if call.verb == "create" else call()
-            )
+            if call.verb != "create":
+                return await call()
+            if shows is not None:
+                await pub.put(call.key, shows)
+            return await LocalBackend(str(tmp_path / "cache")).create(*call.arguments)
 
-    dests = [
-        LocalBackend(str(tmp_path / "pub")),
-        Late(LocalBackend(str(tmp_path / "pub"))),
-        LocalBackend(str(tmp_path / "pub")),
-    ]
-    with Lines(logging.WARNING) as lines, job(tmp_path / "run", dests) as ranks:
+    with Lines(logging.WARNING) as lines, job(tmp_path / "run", [pub, Late(pub), pub]) as ranks:
         ranks.publish(0)
-    assert "None are seen here" in lines.said[0]
-    assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
+    assert why in lines.said[0]
+    assert received(pub, tmp_path / "got") == [(0, 0)]
 
 
 @pytest.mark.parametrize("delta", [False, True])
@@ -224,7 +230,9 @@ def test_a_rank_with_other_weights_writes_nothing(delta: bool, tmp_path: Path) -
     with Lines(logging.WARNING) as lines, job(tmp_path / "run", dests, of_1={"dtype": "float16"}) as ranks:
         (done,) = ranks.publish(1)
     assert done.kind == ("delta" if delta else "full")
-    assert any("rank 1 has written no files: UsageError: step 1, or that" in line for line in lines.said)
+    assert any(
+        "rank 1 has written no files: UsageError: the weights of step 1 have other names" in line for line in lines.said
+    )
     assert not created(dests[1])
     assert received(tmp_path / "pub", tmp_path / "got") == [(int(delta), 1)]
 
@@ -254,7 +262,7 @@ def test_a_silent_rank_is_waited_for_a_while_and_adds_nothing_when_it_wakes(
     backend = RecordingBackend(asleep)
     with Lines(logging.WARNING) as lines, job(tmp_path / "run", [inner, backend, inner]) as ranks:
         ranks.publish(0)
-        assert "no word of the files of rank 1" in lines.said[0]
+        assert "no files of rank 1, after" in lines.said[0]
         before = files_of(inner, tmp_path / "pub")
         asleep.open_up()
         until(lambda: created(backend), "the late file")
@@ -301,15 +309,58 @@ def test_without_the_store_of_the_ranks_rank_0_publishes(tmp_path: Path, monkeyp
     pub = LocalBackend(str(tmp_path / "pub"))
     with Lines(logging.WARNING) as lines, job(tmp_path / "run", [pub] * RANKS) as ranks:
         ranks.save(1)
+        ranks.save(2)
 
         async def lost(*_: object) -> None:
             raise StoreLostError("connection reset by peer", [0])
 
         with monkeypatch.context() as broken:
             broken.setattr(coordinator_of(ranks.ranks[0]).board, "post", lost)
+            for step in (1, 2):
+                ranks.ranks[0].publish(step, ranks.wants[0]).result(250)
+    (line,) = lines.said  # for the next versions no other rank is asked
+    assert "connection reset by peer" in line
+    assert received(pub, tmp_path / "got") == [(1, 2)]
+
+
+@pytest.mark.parametrize("place", ["folder", "store"])
+def test_nothing_is_left_of_a_draft_that_rank_0_cannot_finish(place: str, tmp_path: Path) -> None:
+    inner: Any = LocalBackend(str(tmp_path / "pub")) if place == "folder" else MemoryBackend("unfinished")
+    others = recorded(lambda: inner, 2)
+
+    def has_finished(one: RecordingBackend) -> bool:
+        return any(done.verb == "upload.finish" for done in one.operations)
+
+    async def refuse(verb: str, key: str) -> None:
+        if verb == "create":
+            await anyio.to_thread.run_sync(until, lambda: all(map(has_finished, others)), "the other ranks' files")
+            raise StorageError("no")
+
+    with job(tmp_path / "run", [Around(inner, before=refuse), *others], observers=[watch := Watch()]) as ranks:
+        ranks.save(1)
+        with pytest.raises(StorageError):
             ranks.ranks[0].publish(1, ranks.wants[0]).result(250)
-    assert "connection reset by peer" in lines.said[0]
-    assert received(pub, tmp_path / "got") == [(0, 1)]
+        until(lambda: not any(path.is_file() for path in tmp_path.glob("pub/**/*")), "an empty folder")
+        assert place == "folder" or not inner._objects
+    assert watch.of(PublicationFailed)
+
+
+async def test_the_mark_of_a_draft_is_removed_before_its_files_are_listed() -> None:
+    """Who finds the mark when its file is written has written it before that listing."""
+    store = RecordingBackend(MemoryBackend("marked"))
+    await Versions(store, World()).abandon(draft := Versions(store, World()).draft("weight_v000000"))
+    assert next((done.verb, done.key) for done in store.operations) == ("delete", draft.mark)
+
+
+def test_no_two_drafts_of_a_process_have_one_name(tmp_path: Path) -> None:
+    versions = Versions(LocalBackend(str(tmp_path)), World())
+    assert len({versions.draft("weight_v000000").hidden for _ in range(600)}) == 600
+
+
+def test_ranks_that_never_met_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "GOODBYE_S", 0.3)
+    with job(tmp_path / "run", [LocalBackend(str(tmp_path / "pub"))] * RANKS):
+        pass
 
 
 # ---------------------------------------------------------------------- what is dealt
