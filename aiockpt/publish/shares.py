@@ -29,6 +29,7 @@ from aiockpt.publish.version_files import DeltaTooLargeError, WrittenFiles
 from aiockpt.publish.versions import Draft, Versions
 from aiockpt.runtime.limits import open_tasks
 from aiockpt.runtime.notes import StoreLostError, name_ranks
+from aiockpt.session.agreed_call import POLL_OF_A_RANK_S, POLL_S
 from aiockpt.storage.backend import Backend
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ logger = logging.getLogger("aiockpt")
 
 MOST_RANKS = 64
 """That write one version: rank 0 reads a report of each, and each asks the store for requests all the time."""
-POLL_S, POLL_OF_A_RANK_S = 0.2, 0.001
-"""Between two looks for a note: the more ranks, the more rarely each looks."""
 PATIENCE_S, PATIENCE = 60.0, 3.0
 """How long rank 0 waits for others after its own share: so many seconds, and so many times as long as that took."""
 LEFT_OUT = 16
