@@ -343,6 +343,12 @@ TABLES = (
         ("peak, receiver", "apply_peak_bytes", "bytes"),
     ),
     _table(
+        "Publishing by several ranks",
+        "publishing_ranks",
+        ("a full version", "full_s", "both"),
+        ("a delta", "delta_s", "both"),
+    ),
+    _table(
         "Bytes of a published step",
         "deltas",
         ("elements that change", "changed_fraction", "percent"),

@@ -246,6 +246,16 @@ _ALL = (
         deadline_s=3600.0,
     ),
     Scenario(
+        name="publishing_ranks",
+        question="How much faster do three ranks publish than one, where each has the same rate to the place?",
+        measure="measure.publishing_ranks:publishing_ranks",
+        contenders=dict.fromkeys(("1 rank", "3 ranks"), _NOTHING),
+        size_bytes=768 * MIB,
+        smoke_bytes=3 * MIB,
+        settings={"bytes_per_s": 50e6},
+        smoke={"bytes_per_s": 1e9},
+    ),
+    Scenario(
         name="every",
         question="What does a checkpoint of every iteration cost a real training loop?",
         measure="measure.every:every",

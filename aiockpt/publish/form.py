@@ -88,6 +88,11 @@ class VersionIndex(msgspec.Struct, frozen=True):
         return sum(file.bytes for file in self.notes.files.values())
 
     @property
+    def digests(self) -> dict[str, str]:
+        """The digest of each tensor in this version."""
+        return {name: new for name, (_, new) in self.notes.tensors.items()}
+
+    @property
     def changed(self) -> list[str]:
         """Names of the tensors that differ from the version before; all of a full version."""
         return [name for name, (old, new) in self.notes.tensors.items() if old != new]

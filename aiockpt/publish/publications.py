@@ -15,12 +15,14 @@ import logging
 import math
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import anyio
 from anyio.abc import TaskStatus
 
 from aiockpt.engine.alone import Destination
 from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.submit import check_step
 from aiockpt.errors import CheckpointError, StepNotFoundError, StorageError
 from aiockpt.events import Committed, Event, PublicationFailed, VersionPublished
@@ -30,11 +32,15 @@ from aiockpt.publish.frames import load_zstd
 from aiockpt.publish.publication import Publish, Published, as_publish
 from aiockpt.publish.publisher import Publisher
 from aiockpt.publish.receiver_notes import ReceiverNote
+from aiockpt.publish.shares import ShareRequests, ShareWriter, spread_ranks
 from aiockpt.redaction import redact
 from aiockpt.runtime.loop import Submitted, made_for_the_loop
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.world import Loop
 from aiockpt.storage.backend import Backend
+
+if TYPE_CHECKING:
+    from aiockpt.ranks.coordinator import RankCoordinator
 
 logger = logging.getLogger("aiockpt")
 
@@ -45,17 +51,22 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 class Publications:
     """The publishers of one checkpointer, one for equal options: the same place, and the same weights of a step.
 
+    Args:
+        coordinator: of the ranks, which share out the files of what `follow` publishes.
+
     Raises:
         UsageError: zstd is not installed.
     """
 
-    def __init__(self, loop: Loop, destination: Destination) -> None:
+    def __init__(self, loop: Loop, destination: Destination, coordinator: Coordinator) -> None:
         load_zstd()
+        self._coordinator = coordinator
         self._loop = loop
         self._destination = destination
         self._engine: Engine = destination.engine
         self._publishers: list[tuple[Publish, Publisher]] = []
-        self._followers: list[tuple[_Follower, Submitted]] = []
+        self._follower: _Follower | None = None
+        self._background: list[tuple[_Follower | ShareWriter, Submitted]] = []
         with made_for_the_loop():
             self._begun, self._over = anyio.Event(), anyio.Event()
         self._serving = loop.submit(self._serve)
@@ -69,17 +80,24 @@ class Publications:
         return Future(promise)
 
     def follow(self, dest: str | os.PathLike[str] | Backend | Publish) -> None:
-        """Publish each committed step from now on; of several ranks one does."""
+        """Publish each committed step from now on: of several ranks the first one does, and others write files for it."""
         options = as_publish(dest)
+        task: _Follower | ShareWriter | None = None
+        ranks = cast("RankCoordinator", self._coordinator) if self._coordinator.world_size > 1 else None
         if self._engine.rank == 0:
-            follower = _Follower(self, self._publisher(options), options.every or 1)
+            publisher = self._publisher(options)
+            publisher.shares = None if ranks is None else ShareRequests(ranks)
+            task = self._follower = follower = _Follower(self, publisher, options.every or 1)
             self._engine.add_observer(follower)
-            self._followers.append((follower, self._loop.submit(follower.run)))
+        elif ranks is not None and ranks.rank in spread_ranks(ranks.world_size):
+            task = ShareWriter(ranks, lambda request: self._publisher(options).write_share(request))
+        if task is not None:
+            self._background.append((task, self._loop.submit(task.run)))
 
     def resume(self, step: int) -> None:
         """Publish the last step that was due before the run goes on behind *step*, if that is not done."""
-        for follower, _ in self._followers:
-            self._loop.call_soon(follower.reach, step - step % follower.every)
+        if self._follower is not None:
+            self._loop.call_soon(self._follower.reach, step - step % self._follower.every)
 
     def _publisher(self, options: Publish) -> Publisher:
         for known, publisher in self._publishers:
@@ -124,8 +142,8 @@ class Publications:
     def finish(self) -> None:
         """Wait until what was committed is published, and release the held steps. Blocks; never on the loop thread."""
         try:
-            for follower, running in self._followers:
-                self._loop.submit(follower.end).result()
+            for task, running in self._background:
+                self._loop.submit(task.end).result()
                 running.result()
         finally:
             self._loop.call_soon(self._over.set)

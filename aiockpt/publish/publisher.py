@@ -15,6 +15,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import chain
+from typing import NamedTuple
 
 import anyio
 
@@ -26,6 +27,7 @@ from aiockpt.errors import (
     CheckpointError,
     CorruptionError,
     ObjectNotFoundError,
+    RankError,
     StepNotFoundError,
     StorageError,
     UsageError,
@@ -43,6 +45,7 @@ from aiockpt.publish.form import (
 )
 from aiockpt.publish.publication import Publish, Published
 from aiockpt.publish.receiver_notes import ReceiverNote, living_receivers
+from aiockpt.publish.shares import ShareRequest, ShareRequests, while_marked
 from aiockpt.publish.step_weights import StepWeights, open_weights_of
 from aiockpt.publish.version_chain import VersionChain
 from aiockpt.publish.version_files import BaseDiffersError, DeltaTooLargeError, VersionWriter, WrittenFiles
@@ -53,11 +56,21 @@ from aiockpt.storage.open import open_backend
 logger = logging.getLogger("aiockpt")
 
 
+class Base(NamedTuple):
+    """The weights of the step that a version is of, and that version."""
+
+    weights: StepWeights
+    version: VersionIndex
+
+
 class Publisher:
     """Publishes steps of *destination* as *options* say; used on the loop.
 
     Args:
         hold: keeps a step from deletion until the event that it returns is set.
+
+    Attributes:
+        shares: has other ranks write files, too; None: this process writes all.
     """
 
     def __init__(
@@ -73,6 +86,7 @@ class Publisher:
         self._lock = anyio.Lock()
         self._held = anyio.Event()
         self._companions: dict[str, bytes] | None = None
+        self.shares: ShareRequests | None = None
 
     @property
     def url(self) -> str:
@@ -101,7 +115,9 @@ class Publisher:
             return self._result(index, self._engine.since_s(begun_ns)), receivers
 
     async def close(self) -> None:
-        """Release the place."""
+        """Release the place; other ranks need not wait for a request any more."""
+        if self.shares is not None:
+            await self.shares.end()
         if self._backend is not self._options.dest:
             await self._backend.close()
 
@@ -116,7 +132,8 @@ class Publisher:
 
     async def _publish_held(self, step: int, full: bool) -> VersionIndex:
         found = await find_manifest(self._destination, step)
-        async with self._opened_like() as like, open_weights_of(found, self._options, like) as new:
+        ranks = 1 if self.shares is None else len(self.shares.ranks())
+        async with self._opened_like() as like, open_weights_of(found, self._options, like, ranks) as new:
             await self._versions.remove_leftovers(self._engine.token(6))
             while True:
                 newest = await self._versions.newest()
@@ -142,41 +159,60 @@ class Publisher:
     ) -> VersionIndex | None:
         """Write the version that follows *newest*; return None when another writer has its number."""
         number = 0 if newest is None else newest.number + 1
+        folder = version_folder(number)
         is_fold = self._options.fold == "chain" and number % self._options.full_every == 0
         if newest is not None and not full and not is_fold and newest.notes.layout == new.digest:
-            async with self._base(newest, like) as base:
+            async with self._base(newest, like, new.ranks) as base:
                 if base is not None:
                     try:
-                        return await self._write_one(version_folder(number), number, new, base, newest)
+                        return await self._write_one(folder, number, new, base)
                     except (BaseDiffersError, DeltaTooLargeError, CorruptionError, ObjectNotFoundError) as error:
                         logger.info("version %d is a full one: %s", number, error)
-        return await self._write_one(version_folder(number), number, new, None, newest)
+        return await self._write_one(folder, number, new, None)
 
     @asynccontextmanager
-    async def _base(self, newest: VersionIndex, like: Source | None) -> AsyncIterator[StepWeights | None]:
+    async def _base(self, newest: VersionIndex, like: Source | None, ranks: int) -> AsyncIterator[Base | None]:
         """Open the step that *newest* is of, for the length of the block; None where it is gone."""
+        step, weights = newest.notes.step, None
         async with AsyncExitStack() as opened:
-            base = None
             try:
-                found = await find_manifest(self._destination, newest.notes.step)
-                if found.manifest.attempt == newest.notes.attempt:
-                    await opened.enter_async_context(found.place.reading(found.manifest.id))
-                    base = await opened.enter_async_context(open_weights_of(found, self._options, like))
+                weights = await opened.enter_async_context(self._opened(step, newest.notes.attempt, like, ranks))
             except (StepNotFoundError, CorruptionError, UsageError) as error:
-                logger.info("step %d, of version %d, cannot be a base: %s", newest.notes.step, newest.number, error)
-            yield None if base is None or base.digest != newest.notes.layout else base
+                logger.info("step %d, of version %d, cannot be a base: %s", step, newest.number, error)
+            is_same = weights is not None and weights.digest == newest.notes.layout
+            yield Base(weights, newest) if weights is not None and is_same else None
 
-    async def _write_one(
-        self, folder: str, number: int, new: StepWeights, base: StepWeights | None, before: VersionIndex | None
+    @asynccontextmanager
+    async def _opened(self, step: int, attempt: str, like: Source | None, ranks: int) -> AsyncIterator[StepWeights]:
+        found = await find_manifest(self._destination, step)
+        if found.manifest.attempt != attempt:
+            raise StepNotFoundError(f"step {step} was saved anew")
+        reading = found.place.reading(found.manifest.id)
+        async with reading, open_weights_of(found, self._options, like, ranks) as weights:
+            yield weights
+
+    async def _write_one(self, folder: str, number: int, new: StepWeights, base: Base | None) -> VersionIndex | None:
+        try:
+            return await self._write_draft(folder, number, new, base, self.shares)
+        except RankError as error:
+            logger.warning("%s: rank 0 writes all files of %s by itself: %s", self.url, folder, error)
+            return await self._write_draft(folder, number, new, base, None)
+
+    async def _write_draft(
+        self, folder: str, number: int, new: StepWeights, base: Base | None, shares: ShareRequests | None
     ) -> VersionIndex | None:
         draft = self._versions.draft(folder)
         is_decided = False
         try:
-            expected = {} if before is None else {name: sums[1] for name, sums in before.notes.tensors.items()}
-            written = await VersionWriter(draft, new, base, expected).write()
+            writer = _writer(draft, new, base)
+            files = {} if shares is None else shares.deal(new)
+            if shares is None or len(files) == 1:
+                written = await writer.write(range(len(new.layout.files)))
+            else:
+                written = await shares.write(draft, number, new, base is not None, files, writer.write)
             if base is None:
                 await self._write_companions(draft)
-            notes = self._notes(new, written, None if base is None else before, folder)
+            notes = self._notes(new, written, None if base is None else base.version, folder)
             # In a store the files may be a version's from here on, whatever error comes.
             is_decided = not draft.hidden
             if await self._versions.publish(draft, encode_version(number, notes, written.weight_map)):
@@ -188,6 +224,26 @@ class Publisher:
             raise
         await self._versions.abandon(draft)
         return None
+
+    async def write_share(self, request: ShareRequest) -> WrittenFiles:
+        """Write this rank's share of a version that rank 0 writes.
+
+        Raises:
+            CheckpointError: it cannot be written here, or rank 0 has given it up; then none of its files is left.
+        """
+        # The mark at first: no byte goes to another place than rank 0's.
+        async with while_marked(self._versions, request.draft(self._backend)) as draft, AsyncExitStack() as opened:
+            like = await opened.enter_async_context(self._opened_like())
+            new = await opened.enter_async_context(self._opened(request.step, request.attempt, like, request.ranks))
+            if new.digest != request.layout:
+                raise UsageError(f"the weights of step {request.step} have other names, dtypes or shapes here")
+            base = None
+            if request.is_delta:
+                before = await self._versions.read(version_folder(request.number - 1))
+                assert before is not None  # of the place that has the mark
+                weights = self._opened(before.notes.step, before.notes.attempt, like, request.ranks)
+                base = Base(await opened.enter_async_context(weights), before)
+            return await _writer(draft, new, base).write(request.files[self._engine.rank])
 
     def _notes(self, new: StepWeights, written: WrittenFiles, before: VersionIndex | None, folder: str) -> VersionNotes:
         manifest: Manifest = new.manifest
@@ -236,7 +292,7 @@ class Publisher:
         """Write the same state in full beside the chain, where that is due."""
         if index.number % self._options.full_every or index.is_full or self._options.fold != "beside":
             return
-        await self._write_one(version_folder(index.number, FOLD), index.number, new, None, None)
+        await self._write_one(version_folder(index.number, FOLD), index.number, new, None)
 
     async def _clean_up(self) -> list[ReceiverNote]:
         """Remove versions that neither ``keep`` nor a living receiver keeps; return the living receivers."""
@@ -276,6 +332,11 @@ class Publisher:
             changed=len(index.weight_map),
             seconds=seconds,
         )
+
+
+def _writer(draft: Draft, new: StepWeights, base: Base | None) -> VersionWriter:
+    weights, expected = (None, {}) if base is None else (base.weights, base.version.digests)
+    return VersionWriter(draft, new, weights, expected)
 
 
 def _is_published(newest: VersionIndex, new: StepWeights) -> bool:

@@ -25,27 +25,39 @@ from aiockpt.engine.find import Found
 from aiockpt.errors import UsageError
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.names import list_names
-from aiockpt.options import GIB
+from aiockpt.options import GIB, MIB
 from aiockpt.publish.form import digest_layout
 from aiockpt.publish.publication import Publish
 from aiockpt.runtime.limits import run_blocking
 
 FILE_BYTES = GIB
 """Of tensors in one file; a larger tensor has one of its own."""
+SHARE_BYTES = 256 * MIB
+"""Of weights for each of several ranks that write a version: fewer take one rank a fraction of a second."""
+FILES_A_SHARE = 4
+"""Files are dealt whole: of so many for each rank, the shares come out about equal."""
 
 
 class StepWeights:
     """The weights of a step, laid out as a folder.
 
+    Args:
+        ranks: how many may write it.
+
     Attributes:
-        digest: of names, dtypes and shapes.
+        digest: of names, dtypes and shapes, however they are divided into files.
+        shares: into how many it is worth to deal the files.
     """
 
-    def __init__(self, found: Found, chosen: Chosen, slices: Slices) -> None:
+    def __init__(self, found: Found, chosen: Chosen, slices: Slices, ranks: int) -> None:
         self.manifest = found.manifest
-        self.layout: Layout = plan_folder(chosen.weights, chosen.ties, FILE_BYTES)
-        self.digest = digest_layout(self.layout)
+        self.ranks = ranks
         self.weight_bytes = sum(weight.nbytes for weight in chosen.weights)
+        self.shares = max(1, min(ranks, self.weight_bytes // SHARE_BYTES))
+        most = FILE_BYTES if self.shares == 1 else min(FILE_BYTES, self.weight_bytes // (FILES_A_SHARE * self.shares))
+        # Ranks save tensors in an order of theirs; the files of a step and of its base are cut alike.
+        self.layout: Layout = plan_folder(sorted(chosen.weights, key=lambda weight: weight.name), chosen.ties, most)
+        self.digest = digest_layout(self.layout)
         shrinks = [itemsize(one.dtype) // itemsize(one.becomes) for one in chosen.weights if one.dtype != one.becomes]
         self._window_fraction = 2 * max(1, *shrinks) if shrinks else 1
         self._fillers = [FileFiller(found.place.engine, slices, file) for file in self.layout.files]
@@ -68,8 +80,10 @@ class StepWeights:
 
 
 @asynccontextmanager
-async def open_weights_of(found: Found, options: Publish, like: Source | None) -> AsyncIterator[StepWeights]:
-    """Open the weights of a step for the length of the block.
+async def open_weights_of(
+    found: Found, options: Publish, like: Source | None, ranks: int = 1
+) -> AsyncIterator[StepWeights]:
+    """Open the weights of a step for the length of the block; *ranks* as of `StepWeights`.
 
     Raises:
         UsageError: the options do not fit the step, or the weights are not like those of *like*.
@@ -87,7 +101,7 @@ async def open_weights_of(found: Found, options: Publish, like: Source | None) -
         chosen = _fit(chosen, like, manifest.id)
     slices = Slices(found.place, manifest)
     try:
-        yield StepWeights(found, chosen, slices)
+        yield StepWeights(found, chosen, slices, ranks)
     finally:
         with anyio.CancelScope(shield=True):
             await slices.close()

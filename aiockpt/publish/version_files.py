@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -54,6 +54,12 @@ class WrittenFiles(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
     files: dict[str, FileNote]
     tensors: dict[str, tuple[str, str]]
+
+    def add(self, others: WrittenFiles) -> None:
+        """Add other files of the version."""
+        self.weight_map.update(others.weight_map)
+        self.files.update(others.files)
+        self.tensors.update(others.tensors)
 
 
 class _Spool:
@@ -112,16 +118,16 @@ class VersionWriter:
         self._sums: dict[str, TensorSums] = {}
         self._done = WrittenFiles({}, {}, {})
 
-    async def write(self) -> WrittenFiles:
-        """Write all files.
+    async def write(self, numbers: Iterable[int]) -> WrittenFiles:
+        """Write the files of these numbers in the layout.
 
         Raises:
             BaseDiffersError, DeltaTooLargeError: a full version must take its place.
         """
         try:
-            count = len(self._new.layout.files)
-            for number, file in enumerate(self._new.layout.files):
-                name = self._draft.name(number, count)
+            files = self._new.layout.files
+            for number in numbers:
+                file, name = files[number], self._draft.name(number, len(files))
                 await (self._write_full if self._base is None else self._write_delta)(number, file, name)
         finally:
             self._windows.close()

@@ -122,18 +122,20 @@ class Versions:
 
     def draft(self, folder: str) -> Draft:
         """Return where the files of a new version are written."""
-        name = self._names.make() or self.world.token(6).hex()
+        # A name tells its process, and comes again after some hundred; the digits after it never do.
+        name = f"{self._names.make() or ''}{self.world.token(6).hex()}"
         return Draft(self.backend, folder, f"{HIDDEN}{name}" if self.path is not None else "", name)
 
     # ------------------------------------------------------------------ removal
 
     async def abandon(self, draft: Draft) -> None:
-        """Remove the files of a draft that became no version."""
+        """Remove the files of a draft that became no version; its mark first, as another rank may write to it now."""
+        await self.backend.delete([draft.mark])
         if draft.hidden:
             await self._delete_folder(draft.hidden)
             return
         keys = [stat.key async for stat in walk(self.backend, draft.folder)]
-        await self.backend.delete([key for key in keys if f".{draft.token}{SUFFIX}" in key])
+        await self.backend.delete([key for key in keys if f".{draft.token}" in key])
 
     async def remove(self, folders: Iterable[str]) -> None:
         """Remove versions."""
@@ -181,6 +183,11 @@ class Draft(msgspec.Struct, frozen=True):
         """Return the name of a file."""
         own = "" if self.hidden else f".{self.token}"
         return f"model-{number + 1:05d}-of-{count:05d}{own}{SUFFIX}"
+
+    @property
+    def mark(self) -> str:
+        """The key of an object that is there while several ranks write: who removes a draft's files removes it, too."""
+        return self.key(f"open.{self.token}{SUFFIX}")
 
     def key(self, name: str) -> str:
         """Return where a file is written."""

@@ -700,7 +700,7 @@ class Checkpointer:
     def _publications(self) -> Publications:
         from aiockpt.publish.publications import Publications
 
-        made = Publications(self._loop, self._destination)
+        made = Publications(self._loop, self._destination, self._coordinator)
         self._parts.shutdown.after_saves.append(made.finish)
         return made
 

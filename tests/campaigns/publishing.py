@@ -1,10 +1,11 @@
 """Publishers and receivers that are killed anywhere: no version is torn, lost or stuck.
 
 A case is a history of versions of one run. Each publisher, and each receiver, is a forked process that dies with SIGKILL at
-a call of a file, or in the middle of a tensor; sometimes both run at once, and die at any moment. Every third case is on a
-store in memory instead, whose client dies: from one of its calls on, nothing that it does has an effect. A receiver
-compares all weights of what it is handed with those that the step must have; at the end an independent reader follows the
-whole chain, and a publisher and a receiver that nobody kills must come to the newest step.
+a call of a file, or in the middle of a tensor; sometimes both run at once, and die at any moment; and three ranks
+share out a version, of which one dies. Every third case is on a store in memory instead, whose client dies: from one of its
+calls on, nothing that it does has an effect. A receiver compares all weights of what it is handed with those that the step
+must have; at the end an independent reader follows the whole chain, and a publisher and a receiver that nobody kills must
+come to the newest step.
 """
 
 import json
@@ -17,6 +18,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,8 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.errors import CheckpointError
-from aiockpt.publish import frames, version_files
+from aiockpt.errors import CheckpointError, RankError
+from aiockpt.publish import frames, shares, step_weights, version_files
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.testing.faults import Fault, FaultyBackend, FaultyFiles
 from tests.campaigns.campaign import Campaign, Outcomes, in_folders, noted
@@ -34,7 +37,7 @@ from tests.campaigns.sigkill import DEADLINE_S, end_of, fork
 from tests.publish.other_reader import OtherReader
 from tests.publish.policy import Policy, are_of, in_folder, weights_of
 
-STEPS = 12
+STEPS, RANKS = 12, 3
 TORN, FAILED = 253, 252
 """What a child returns: it was handed weights that no step has; it could not do what it must."""
 _EVENTS = frozenset(
@@ -83,6 +86,19 @@ def publish(place: Path, step: int, options: dict[str, Any], at: int | None) -> 
     return 0
 
 
+def publish_with_ranks(place: Path, rank: int, store: Path, step: int, options: dict[str, Any], at: int | None) -> int:
+    """Be one of `RANKS` that publish a step, which the first of them requests; dying at a call. Return 0."""
+    die_at(at)
+    ranks = aiockpt.Ranks(rank, RANKS, torch.distributed.FileStore(str(store), RANKS))  # type: ignore[attr-defined]
+    wants = aiockpt.Publish(LocalBackend(place / "pub"), every=1 << 40, **options)
+    with aiockpt.Checkpointer(place / "run", limits=_LIMITS, ranks=ranks, publish=wants) as ckpt:
+        with suppress(RankError):  # who is killed takes the load with it
+            ckpt.load({"model": Policy(0)}, step).result(DEADLINE_S)
+        if rank == 0:
+            ckpt.publish(step, wants).result(DEADLINE_S)
+    return 0
+
+
 def receive(place: Path, name: str, at: int | None, follow_s: float = 0.0) -> int:
     """Receive into *place*/NAME what there is, dying at a call; return 0, or `TORN`."""
     die_at(at)
@@ -98,7 +114,8 @@ def receive(place: Path, name: str, at: int | None, follow_s: float = 0.0) -> in
 def small_windows() -> None:
     """Have even small tensors pass in several parts."""
     frames.RUN_BYTES = 1024
-    version_files.WINDOW_BYTES = 4096
+    version_files.WINDOW_BYTES = step_weights.SHARE_BYTES = 4096
+    shares.GOODBYE_S = shares.PATIENCE_S = 1.0
 
 
 class History:
@@ -118,12 +135,22 @@ class History:
             step = 0
             for _ in range(self.dice.randint(3, 7)):
                 step = min(STEPS - 2, max(0, step + self.dice.choice([1, 1, 1, 2, 0, -1])))
-                self.dice.choice([self.publish, self.publish, self.receive, self.both])(step)
+                self.dice.choice([self.publish, self.publish_with_ranks, self.receive, self.both])(step)
             self.end()
         return self.outcomes
 
     def publish(self, step: int) -> None:
         self._run(f"publish {step}", lambda at: publish(self.place, step, self.options, at), 260)
+
+    def publish_with_ranks(self, step: int) -> None:
+        """Publish by several ranks, one of which is killed."""
+        store, dying = self.place / f"store-{len(self.story)}", self.dice.randrange(RANKS)
+        at = self.dice.randint(1, 400)
+        work = [partial(publish_with_ranks, self.place, rank, store, step, self.options) for rank in range(RANKS)]
+        for rank, pid in enumerate(
+            [fork(partial(one, at if rank == dying else None)) for rank, one in enumerate(work)]
+        ):
+            self._note(f"publish {step} as rank {rank}", *end_of(pid))
 
     def receive(self, _: int) -> None:
         self._run("receive", lambda at: receive(self.place, "got", at), 120)

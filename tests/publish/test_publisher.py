@@ -97,7 +97,7 @@ def test_a_tensor_of_many_windows_and_files_comes_out_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(version_files, "WINDOW_BYTES", 4096)
-    monkeypatch.setattr(step_weights, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(step_weights, "FILE_BYTES", 13_000)
     done = publish(tmp_path / "run", tmp_path / "pub", 0, 1, 2)
     assert [len(one.files) for one in done] == [3, 3, 3]
     reader = OtherReader(tmp_path / "pub")
