@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 import aiockpt
@@ -44,6 +45,9 @@ _EVENTS = frozenset(
     ["open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.listdir", "mmap.__new__"]
 )
 _LIMITS = aiockpt.Limits(io=aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384))
+_LIMITS_OF_RANKS = msgspec.structs.replace(
+    _LIMITS, deadlines=aiockpt.Deadlines(ranks_s=5)
+)  # one dies before it has come
 
 
 def die_at(at: int | None) -> Callable[[], None]:
@@ -91,7 +95,7 @@ def publish_with_ranks(place: Path, rank: int, store: Path, step: int, options: 
     die_at(at)
     ranks = aiockpt.Ranks(rank, RANKS, torch.distributed.FileStore(str(store), RANKS))  # type: ignore[attr-defined]
     wants = aiockpt.Publish(LocalBackend(place / "pub"), every=1 << 40, **options)
-    with aiockpt.Checkpointer(place / "run", limits=_LIMITS, ranks=ranks, publish=wants) as ckpt:
+    with aiockpt.Checkpointer(place / "run", limits=_LIMITS_OF_RANKS, ranks=ranks, publish=wants) as ckpt:
         with suppress(RankError):  # who is killed takes the load with it
             ckpt.load({"model": Policy(0)}, step).result(DEADLINE_S)
         if rank == 0:
