@@ -176,12 +176,30 @@ class Host:
             self._pid = 0
 
 
+def _serve_store() -> tuple[int, int]:
+    """Return the process id and the port of a store: its threads may hold locks of C, which forks would never get."""
+    parent, (here, there) = os.getpid(), os.pipe()
+
+    def serve() -> int:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(there, str(store.port).encode())
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        return 0
+
+    try:
+        return fork(serve), int(os.read(here, 16))
+    finally:
+        os.close(here)
+        os.close(there)
+
+
 class Hosts:
     """The hosts of a job, with the rendezvous's store beside them, so that any of them may be lost."""
 
     def __init__(self, schedule: Schedule, folder: Path, memory: Path) -> None:
         self._schedule, self._folder, self._memory = schedule, folder, memory
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store, self._port = _serve_store()
         self.all: list[Host] = []
         self.jobs = self._count = 0
         for _ in range(schedule.hosts):
@@ -218,6 +236,8 @@ class Hosts:
         """Kill what runs."""
         for host in self.all:
             host.kill()
+        os.kill(self._store, signal.SIGKILL)
+        os.waitpid(self._store, 0)
 
     def _launch(self, host: Host) -> int:
         """Be the launcher of a host; return its exit status."""
@@ -242,7 +262,7 @@ class Hosts:
 
         options = [f"--hang-s={HANG_S:g}", "--max-restarts=100", f"--rdzv-id=job-{self.jobs}", "--rdzv-backend=c10d"]
         options += [f"--nnodes={self._schedule.hosts}", f"--nproc-per-node={self._schedule.ranks}"]
-        options += [f"--rdzv-endpoint=127.0.0.1:{self._store.port}", "--local-addr=127.0.0.1"]
+        options += [f"--rdzv-endpoint=127.0.0.1:{self._port}", "--local-addr=127.0.0.1"]
         options += [f"--rdzv-conf=is_host=0,{KEEP_ALIVE}", "trainer"]
         try:
             with (
