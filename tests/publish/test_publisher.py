@@ -300,6 +300,22 @@ def test_old_versions_go_but_for_those_that_a_receiver_is_at(tmp_path: Path) -> 
     assert received(pub, tmp_path / "got") == [(10, 10)]
 
 
+def test_the_note_of_a_receiver_that_is_silent_for_a_day_is_removed(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    notes = tmp_path / "pub" / "receivers"
+    notes.mkdir()
+    for name, hours in {"living": 0, "silent": 23, "gone": 25}.items():
+        note = notes / f"{name}.json"
+        note.write_text(json.dumps({"name": name, "version": 0, "step": 0, "needs": 0}))
+        os.utime(note, (then_s := time.time() - 3600 * hours, then_s))
+    publish(tmp_path / "run", tmp_path / "pub", 1)
+    assert sorted(path.name for path in notes.iterdir()) == ["living.json", "silent.json"]
+    versions = iter(aiockpt.receive(tmp_path / "pub", tmp_path / "got", name="gone"))
+    next(versions)
+    assert (notes / "gone.json").exists()
+    versions.close()
+
+
 def test_each_number_has_one_winner_of_many_publishers(tmp_path: Path) -> None:
     for place in (tmp_path / "pub", MemoryBackend("race")):
         roots = [tmp_path / f"run-{number}" for number in range(3)]
