@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.convert import to_hugging_face
+from aiockpt.convert import outbound, to_hugging_face
+from aiockpt.convert.casting import Cast
 from aiockpt.engine.alone import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.errors import StorageError
@@ -152,6 +153,23 @@ def test_what_is_cast_in_many_windows_is_what_a_conversion_writes(
     assert {name: data for name, (_, _, data) in reader.tensors.items()} == {
         name: raw(tensor) for name, tensor in wanted.items()
     }
+
+
+def test_what_is_cast_is_read_into_memory_that_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_files, "WINDOW_BYTES", 4096)
+    seen: list[torch.Tensor] = []
+    cast_all = outbound.cast_all
+
+    def note(casts: Sequence[Cast]) -> None:
+        seen.extend(cast.stored for cast in casts)  # kept, so that no allocator gives the same memory again
+        cast_all(casts)
+
+    monkeypatch.setattr(outbound, "cast_all", note)
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(0, {"model": torch.nn.Linear(900, 70)}).result()
+        ckpt.publish(0, aiockpt.Publish(tmp_path / "pub", dtype="bfloat16")).result()
+    assert len(seen) > 120
+    assert len({stored.untyped_storage().data_ptr() for stored in seen}) < 20
 
 
 def test_a_full_version_is_what_a_conversion_writes(tmp_path: Path) -> None:
