@@ -225,6 +225,7 @@ _ALL = (
         contenders=dict.fromkeys(("bfloat16", "float32"), _NOTHING),
         smoke_bytes=16 * MIB,
         paired=True,
+        simulated=True,
         deadline_s=3600.0,
     ),
     Scenario(
