@@ -349,6 +349,14 @@ TABLES = (
         ("a delta", "delta_s", "both"),
     ),
     _table(
+        "Memory of a publication",
+        "publishing_peaks",
+        ("publisher, full", "publish_full_bytes", "bytes"),
+        ("publisher, delta", "publish_delta_bytes", "bytes"),
+        ("receiver, full", "apply_full_bytes", "bytes"),
+        ("receiver, delta", "apply_delta_bytes", "bytes"),
+    ),
+    _table(
         "Bytes of a published step",
         "deltas",
         ("elements that change", "changed_fraction", "percent"),

@@ -219,6 +219,16 @@ _ALL = (
         deadline_s=3600.0,
     ),
     Scenario(
+        name="publishing_peaks",
+        question="How much memory do publication and reception of a version take?",
+        measure="measure.publishing:publishing_peaks",
+        contenders=dict.fromkeys(("bfloat16", "float32"), _NOTHING),
+        smoke_bytes=16 * MIB,
+        paired=True,
+        simulated=True,
+        deadline_s=3600.0,
+    ),
+    Scenario(
         name="deltas",
         question="How many bytes has a published step, by the learning rate, beside the same by hand?",
         measure="measure.publishing_steps:deltas",

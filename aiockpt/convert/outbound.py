@@ -128,6 +128,8 @@ class FileFiller:
         self._engine = engine
         self._slices = slices
         self._file = file
+        # What is to be cast is read into memory that is used again: the allocator keeps freed blocks of many sizes.
+        self._spare: list[torch.Tensor] = []
 
     async def __call__(self, offset: int, view: memoryview) -> None:
         end = offset + len(view)
@@ -136,6 +138,7 @@ class FileFiller:
         window = torch.frombuffer(view, dtype=torch.uint8)
         shards: list[TensorShard] = []
         casts: list[Cast] = []
+        used: list[torch.Tensor] = []
         spans = self._file.spans
         for span in spans[bisect_right(spans, offset, key=lambda span: span.end) :]:
             if span.start >= end:
@@ -147,7 +150,9 @@ class FileFiller:
             first, last = (low - span.start) // width, (high - span.start) // width
             data = window[low - offset : high - offset].view(torch_dtype(weight.becomes))
             if weight.dtype != weight.becomes:
-                stored = torch.empty(last - first, dtype=torch_dtype(weight.dtype))
+                nbytes = (last - first) * itemsize(weight.dtype)
+                used.append(self._memory(nbytes))
+                stored = used[-1][:nbytes].view(torch_dtype(weight.dtype))
                 casts.append(Cast(weight.name, stored, data))
                 data = stored
             boxes = tuple(flat_range_boxes(weight.shape, first, last))
@@ -157,3 +162,9 @@ class FileFiller:
         await self._slices.fill(shards)
         if casts:
             await run_blocking(self._engine.state_work, cast_all, casts)
+        self._spare = sorted([*self._spare, *used], key=torch.numel)
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        """Return the largest memory that was used before; another in its place where it is too small."""
+        memory = self._spare.pop() if self._spare else None
+        return memory if memory is not None and memory.numel() >= nbytes else torch.empty(nbytes, dtype=torch.uint8)

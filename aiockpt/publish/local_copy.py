@@ -68,6 +68,8 @@ class LocalCopy:
             UsageError: another process has it, or it holds other files.
         """
         try:
+            if self.path.exists() and not self.private.exists():
+                self._refuse_others()  # before anything is made there
             self.private.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.private / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
             self._take_lock()
@@ -102,8 +104,10 @@ class LocalCopy:
 
     def _refuse_others(self) -> None:
         if others := sorted(name for name in os.listdir(self.path) if name != PRIVATE):
+            is_model = any(name.endswith(".safetensors") for name in others)
+            more = "; if the model is here, name this folder as base= (--base)" if is_model else ""
             raise UsageError(
-                f"{self.path} holds {others[0]}, which no receiver has made: give an empty or a new folder"
+                f"{self.path} holds {others[0]}, which no receiver has made: give an empty or a new folder{more}"
             )
 
     def _map(self, record: _Record) -> None:

@@ -25,6 +25,7 @@ from aiockpt.publish.frames import load_zstd
 from aiockpt.publish.local_copy import LocalCopy
 from aiockpt.publish.received_version import ReceivedVersion as ReceivedVersion
 from aiockpt.publish.reception import Reception
+from aiockpt.redaction import redact
 from aiockpt.runtime.loop import LoopThread, made_for_the_loop, refuse_in_event_loop, run_in_thread
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.world import World
@@ -118,6 +119,13 @@ class VersionReceiver:
         return f"<VersionReceiver {self._reception}>"
 
 
+def _path_of(folder: str | os.PathLike[str], what: str) -> Path:
+    address = parse_address(folder)
+    if address.scheme != "file":
+        raise UsageError(f"{what} {redact(address.text)}: name a folder of this machine, such as /dev/shm/policy")
+    return Path(os.path.abspath(address.text))
+
+
 def _default_name(path: Path) -> str:
     text = re.sub(r"[^A-Za-z0-9._-]", "-", f"{socket.gethostname()}-{path.name}")
     return text[-64:].lstrip("._-") or "receiver"
@@ -145,24 +153,22 @@ def receive(
         every_s: seconds between two looks for a new version.
         follow: wait for versions to come; False ends when there is no newer one.
         base: a Hugging Face folder of this machine. While *folder* has no version, every tensor of it whose bytes are those
-            of a version is copied, whatever its name, and not downloaded. It may be of any other model, or absent.
+            of a version is copied, whatever its name, and not downloaded. It may be of any other model, or absent, and
+            stays as it is. Once *folder* has a version it is not read.
 
     Raises:
         UsageError: zstd is not installed (``pip install 'aiockpt[publish]'``), or an argument cannot be used; while it is
             iterated, another process keeps the folder.
         CorruptionError, StorageError: without *follow*; else they are logged, and tried again.
     """
-    address = parse_address(folder)
-    if address.scheme != "file":
-        raise UsageError(f"receive() into {folder}: name a folder of this machine, such as /dev/shm/policy")
-    path = Path(os.path.abspath(address.text))
+    path = _path_of(folder, "receive() into")
     name = _default_name(path) if name is None else name
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} names no receiver: use letters, digits, '.', '_' and '-', as in rollout-3")
     check_amount("receive", "every_s", every_s, " seconds")
     load_zstd()
     backend, copy = open_backend(url, world=(world := World())), LocalCopy(path)
-    base = None if base is None else Path(base)
+    base = None if base is None else _path_of(base, "receive() with base")
     with made_for_the_loop():
         reception = Reception(backend, copy, name, world, every_s=every_s, follow=follow, base=base)
     return VersionReceiver(reception, copy, None if backend is url else backend)

@@ -22,6 +22,9 @@ logger = logging.getLogger("aiockpt")
 FOLDER = "receivers"
 RENEW_S = 60.0
 LIVES_S = 10 * RENEW_S
+FORGOTTEN_S = 24 * 3600.0
+"""After that time the next publication removes a note, so that nobody is shown one for ever; a receiver that comes back
+writes it again."""
 NOTE_BYTES = 1 << 16
 
 
@@ -63,11 +66,14 @@ async def has_versions(backend: Backend) -> bool:
 
 
 async def living_receivers(backend: Backend, nonce: str) -> list[ReceiverNote]:
-    """Return the notes of the receivers that live."""
+    """Return the notes of the receivers that live; remove those that are older than `FORGOTTEN_S`."""
     there = (await backend.list(FOLDER)).objects
     if not there:
         return []
-    notes = await _read(backend, there, await storage_now_ns(backend, nonce))
+    now_ns = await storage_now_ns(backend, nonce)
+    forgotten = [stat for stat in there if now_ns - stat.modified_ns > FORGOTTEN_S * 1e9]
+    await backend.delete([stat.key for stat in forgotten])
+    notes = await _read(backend, [stat for stat in there if stat not in forgotten], now_ns)
     return [note for note, noted_s in notes if noted_s <= LIVES_S]
 
 

@@ -200,7 +200,7 @@ class Reception:
         taken, count = sum(how.base is not None for how in plan.tensors.values()), len(plan.target.notes.tensors)
         if taken:
             logger.info("receiver %s: %d of %d tensors are taken from the base", self._name, taken, count)
-        else:
+        elif any(how.full for how in plan.tensors.values()):
             logger.warning(
                 "receiver %s: the base has no tensor of a version that leads to %d, so all are downloaded; publish it as "
                 "the first version",

@@ -6,6 +6,9 @@ read, decompress, XOR into a file that is mapped from memory. *With sums* adds w
 Adler-32 while publishing, one XXH3-128 while applying. *From disk* is the same with the files out of the page cache: a step
 was written past it, too. aiockpt verifies every block that it reads besides. Each side is a process of its own that holds no
 model; its peak is the largest anonymous memory beyond that before the first call.
+
+*publishing_peaks* measures that memory alone, of both sides, for a full version and for a delta, each in a process of its
+own: of weights that are saved as they are published, and of float32 that becomes bfloat16. Sizes are of the version.
 """
 
 from __future__ import annotations
@@ -60,32 +63,52 @@ def publishing(turn: Turn, outcome: Outcome) -> None:
         for kind in turn.contenders:
             samples: Samples = {}
             for side in ("publish", "apply"):
-                part = msgspec.json.encode(Side(f"{kind}: {side}", str(folder), str(target), steps)).decode()
-                command = [sys.executable, "-m", "benchmarks.measure.publishing", part]
-                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=1800)
-                samples |= msgspec.json.decode(done.stdout)
+                samples |= _run(Side(f"{kind}: {side}", str(folder), str(target), steps))
             outcome.add(turn, kind, samples)
             shutil.rmtree(folder / "pub", ignore_errors=True)
     finally:
         shutil.rmtree(target)
 
 
-def _save(folder: Path, size: int, steps: int) -> None:
-    """Save steps, and the same weights as plain files for what is done by hand."""
+def _run(side: Side) -> Samples:
+    """Do the work of one side in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.measure.publishing", msgspec.json.encode(side).decode()]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=1800)
+    samples: Samples = msgspec.json.decode(done.stdout)
+    return samples
+
+
+def publishing_peaks(turn: Turn, outcome: Outcome) -> None:
+    """Measure the memory of each side."""
+    for name in turn.contenders:
+        folder = Path(turn.folder) / name
+        _save(folder, turn.size_bytes, 2, getattr(torch, name))
+        samples: Samples = {}
+        for step, kind in enumerate(("full", "delta")):
+            for side in ("publish", "apply"):
+                (peak_bytes,) = _run(Side(f"peak: {side}", str(folder), str(folder / "got"), step)).values()
+                samples[f"{side}_{kind}_bytes"] = peak_bytes
+        outcome.add(turn, name, samples)
+        shutil.rmtree(folder)
+
+
+def _save(folder: Path, size: int, steps: int, dtype: torch.dtype | None = None) -> None:
+    """Save steps, with the same weights as plain files for what is done by hand, or as *dtype* without these."""
     generator = torch.Generator().manual_seed(1)
     count = size // 2 // TENSORS
     model = torch.nn.Module()
     for number in range(TENSORS):
-        values = torch.randn(count, generator=generator).bfloat16()
+        values = torch.randn(count, generator=generator).to(dtype or torch.bfloat16)
         model.register_parameter(f"t{number}", torch.nn.Parameter(values, requires_grad=False))
     with aiockpt.Checkpointer(folder / "run") as ckpt:
         for step in range(steps):
             ckpt.save(step, {"model": model}).result()
             for name, tensor in model.named_parameters():
-                raw = tensor.data.view(torch.int16).numpy()
-                raw.tofile(folder / f"{name}-{step}.raw")
+                raw = tensor.data.view(torch.int32 if dtype == torch.float32 else torch.int16).numpy()
+                if dtype is None:
+                    raw.tofile(folder / f"{name}-{step}.raw")
                 at = torch.randint(0, count, (int(count * CHANGED_FRACTION),), generator=generator).numpy()
-                raw[at] ^= 1
+                raw[at] ^= 1 << 8 * (raw.itemsize - 2)  # the last bit of a bfloat16
 
 
 # ---------------------------------------------------------------------- one side
@@ -123,6 +146,8 @@ def be_side(side: Side) -> Samples:
     work: dict[str, Callable[[Path, Path, int, Samples], None]] = {
         "aiockpt: publish": _publish,
         "aiockpt: apply": _apply,
+        "peak: publish": _publish_one,
+        "peak: apply": _apply_one,
         "floor: by hand: publish": lambda *what: _publish_by_hand(*what, sums=False),
         "floor: by hand: apply": lambda *what: _apply_by_hand(*what, sums=False),
         "floor: with sums: publish": lambda *what: _publish_by_hand(*what, sums=True),
@@ -139,6 +164,18 @@ def _publish(folder: Path, target: Path, steps: int, samples: Samples) -> None:
         done = [ckpt.publish(step, folder / "pub").result() for step in range(steps)]
     samples["publish_s"] = [one.seconds for one in done]
     samples["delta_fraction"] = [one.file_bytes / one.weight_bytes for one in done if one.kind == "delta"]
+
+
+def _publish_one(folder: Path, target: Path, step: int, samples: Samples) -> None:
+    with aiockpt.Checkpointer(folder / "run") as ckpt, _peak(samples, "peak_bytes"):
+        done = ckpt.publish(step, aiockpt.Publish(folder / "pub", dtype="bfloat16")).result()
+    assert done.kind == ("delta" if step else "full")
+
+
+def _apply_one(folder: Path, target: Path, step: int, samples: Samples) -> None:
+    with _peak(samples, "peak_bytes"):
+        (version,) = aiockpt.receive(folder / "pub", target, follow=False)
+    assert version.step == step
 
 
 def _apply(folder: Path, target: Path, steps: int, samples: Samples) -> None:

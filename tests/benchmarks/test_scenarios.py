@@ -25,7 +25,7 @@ from tests.servers.chromium import why_not
 from tests.servers.seaweed import find_weed
 
 HERE = ["every", "beside", "calls", "watching", "promotion", "device", "peaks", "planning", "comparing", "gathering"]
-HERE += ["exchanges", "cadence", "deltas", "publishing_steps"]
+HERE += ["exchanges", "cadence", "deltas", "publishing_steps", "publishing_peaks"]
 PLACES = ["none", "folder", "folder, no limit", "bucket", "bucket, no limit", "bucket, weights"]
 PLACES += ["SeaweedFS here"] if find_weed() else []
 
@@ -40,7 +40,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[report.Report, str]:
 def test_every_scenario_has_its_rows_its_table_and_its_targets(here: tuple[report.Report, str]) -> None:
     found, printed = here
     rows = {name: list(rows) for name, rows in found.results.items()}
-    for name in ("every", "beside", "deltas", "publishing_steps"):
+    for name in ("every", "beside", "deltas", "publishing_steps", "publishing_peaks"):
         assert rows[name] == list(SCENARIOS[name].contenders)
     assert rows["promotion"] == PLACES
     assert rows["calls"] == rows["watching"] == ["8 tensors", "40 tensors"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -20,19 +21,25 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+UNUSED = ("torchvision", "torchaudio", "torchcodec")
 TOKENS = torch.randint(3, 128, (4, 24), generator=torch.Generator().manual_seed(5)).tolist()
 TOLERANCE = 1e-4
 """Of the logarithm of a probability. Both compute in fp32, and add in another order: 5e-7 was seen; a step changes 0.9."""
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def settings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Set what vLLM reads while it is imported, which is in the tests: it warns a lot."""
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
     # The engine is of text alone; and where torch is the one for CPUs, these may be made for another one.
-    for name in ("torchvision", "torchaudio", "torchcodec"):
+    for name in UNUSED:
         monkeypatch.setitem(sys.modules, name, None)
+    # It looks at an architecture in a process of its own, and keeps what it saw: without this only a second run passes.
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({UNUSED})\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder / "cache"))
 
 
 def make_model() -> Any:

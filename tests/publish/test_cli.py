@@ -51,6 +51,20 @@ def test_a_command_that_fails_is_told_in_the_status(tmp_path: Path) -> None:
     assert "version 0: the command ended with 3" in done.output
 
 
+def test_a_command_that_fails_is_tried_again(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    command = f"echo $AIOCKPT_VERSION >> {tmp_path}/tried; test $(wc -l < {tmp_path}/tried) -eq 2"
+    arguments = ["receive", str(tmp_path / "pub"), str(tmp_path / "got"), "--every", "0.1", "--exec", command]
+    tried = tmp_path / "tried"
+    with subprocess.Popen([*AIOCKPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        try:
+            until(lambda: tried.exists() and tried.read_text() == "0\n0\n", "the second try")
+        finally:
+            child.send_signal(signal.SIGTERM)
+        said = child.communicate(timeout=120)[0]
+    assert said.count("version 0: the command ended with 1; it is tried again") == 1
+
+
 def test_a_run_is_followed_from_another_process_until_a_signal(tmp_path: Path) -> None:
     saved(tmp_path / "run", 0)
     command = [*AIOCKPT, "publish", str(tmp_path / "run"), str(tmp_path / "pub"), "--follow"]
@@ -64,6 +78,22 @@ def test_a_run_is_followed_from_another_process_until_a_signal(tmp_path: Path) -
         said = child.communicate(timeout=120)[0]
     assert child.returncode == 128 + signal.SIGTERM, said
     assert received(tmp_path / "pub", tmp_path / "got") == [(1, 1)]
+
+
+def test_a_step_that_cannot_be_published_is_tried_again_without_a_newer_one(tmp_path: Path) -> None:
+    saved(tmp_path / "run", 0)
+    place, log = tmp_path / "pub", tmp_path / "log"
+    place.write_text("no folder")
+    command = [*AIOCKPT, "publish", str(tmp_path / "run"), str(place), "--follow"]
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT) as child:
+        try:
+            until(
+                lambda: "step 0 is not published, and is tried again" in " ".join(log.read_text().split()), "it fails"
+            )
+            place.unlink()
+            until(lambda: (place / "weight_v000000").exists(), "the version")
+        finally:
+            child.send_signal(signal.SIGTERM)
 
 
 def test_follow_takes_no_step(tmp_path: Path) -> None:
@@ -108,6 +138,24 @@ def test_the_receivers_that_do_not_fit_are_counted() -> None:
     lines = console.export_text().splitlines()
     assert lines[0] == "storage is away"
     assert lines[-2:] == ["5 receivers more, no further behind", "pub   no version is published yet"]
+
+
+def test_at_a_narrow_terminal_each_receiver_has_one_line_with_whole_numbers() -> None:
+    far = ReceiverNow(
+        name="rollout-worker-0017.us-east-1", host="node-0123.cluster.example.com", version=1234567, step=7654321,
+        behind=1357924, keeps=1234567, noted_s=5000,
+    )  # fmt: skip
+    new = ReceiverNow(name="new", host="h", version=-1, step=-1, behind=2592492, keeps=None, noted_s=1)
+    place = PlaceNow(
+        version=2592491, step=1, kind="full", bytes=1, weight_bytes=1, published_s=1, oldest=0, count=2,
+        receivers=[new, far],
+    )  # fmt: skip
+    for width in (60, 80):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(view_place("pub", place, 24))
+        first, second = (line.split() for line in console.export_text().splitlines()[4:])
+        assert first == ["new", "h", "nothing", "1", "s", "ago"], "it is behind nothing before its first version"
+        assert second[-7:] == ["1234567", "7654321", "1357924", "1234567", "83", "min", "ago"]
 
 
 def test_prune_says_which_step_is_held_for_which_place(tmp_path: Path) -> None:

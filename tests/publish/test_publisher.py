@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.convert import to_hugging_face
+from aiockpt.convert import outbound, to_hugging_face
+from aiockpt.convert.casting import Cast
 from aiockpt.engine.alone import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.errors import StorageError
@@ -152,6 +153,23 @@ def test_what_is_cast_in_many_windows_is_what_a_conversion_writes(
     assert {name: data for name, (_, _, data) in reader.tensors.items()} == {
         name: raw(tensor) for name, tensor in wanted.items()
     }
+
+
+def test_what_is_cast_is_read_into_memory_that_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_files, "WINDOW_BYTES", 4096)
+    seen: list[torch.Tensor] = []
+    cast_all = outbound.cast_all
+
+    def note(casts: Sequence[Cast]) -> None:
+        seen.extend(cast.stored for cast in casts)  # kept, so that no allocator gives the same memory again
+        cast_all(casts)
+
+    monkeypatch.setattr(outbound, "cast_all", note)
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(0, {"model": torch.nn.Linear(900, 70)}).result()
+        ckpt.publish(0, aiockpt.Publish(tmp_path / "pub", dtype="bfloat16")).result()
+    assert len(seen) > 120
+    assert len({stored.untyped_storage().data_ptr() for stored in seen}) < 20
 
 
 def test_a_full_version_is_what_a_conversion_writes(tmp_path: Path) -> None:
@@ -298,6 +316,22 @@ def test_old_versions_go_but_for_those_that_a_receiver_is_at(tmp_path: Path) -> 
     assert numbers(pub) == ["full_v000006", "full_v000008", "full_v000010", *(f"weight_v{n:06d}" for n in range(5, 11))]
     assert watch.of(VersionPublished)[-1].receivers == {"slow": 5}
     assert received(pub, tmp_path / "got") == [(10, 10)]
+
+
+def test_the_note_of_a_receiver_that_is_silent_for_a_day_is_removed(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    notes = tmp_path / "pub" / "receivers"
+    notes.mkdir()
+    for name, hours in {"living": 0, "silent": 23, "gone": 25}.items():
+        note = notes / f"{name}.json"
+        note.write_text(json.dumps({"name": name, "version": 0, "step": 0, "needs": 0}))
+        os.utime(note, (then_s := time.time() - 3600 * hours, then_s))
+    publish(tmp_path / "run", tmp_path / "pub", 1)
+    assert sorted(path.name for path in notes.iterdir()) == ["living.json", "silent.json"]
+    versions = iter(aiockpt.receive(tmp_path / "pub", tmp_path / "got", name="gone"))
+    next(versions)
+    assert (notes / "gone.json").exists()
+    versions.close()
 
 
 def test_each_number_has_one_winner_of_many_publishers(tmp_path: Path) -> None:

@@ -226,10 +226,13 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     publish(tmp_path / "run", tmp_path / "pub", 0)
     (tmp_path / "got").mkdir()
     (tmp_path / "got" / "thesis.tex").write_text("mine")
-    with pytest.raises(aiockpt.UsageError, match=r"thesis\.tex"):
+    with pytest.raises(aiockpt.UsageError, match=r"thesis\.tex.*give an empty or a new folder$"):
         received(tmp_path / "pub", tmp_path / "got")
+    assert os.listdir(tmp_path / "got") == ["thesis.tex"]
     with pytest.raises(aiockpt.UsageError, match="folder of this machine"):
         aiockpt.receive(tmp_path / "pub", "s3://bucket/got")
+    with pytest.raises(aiockpt.UsageError, match="with base s3://bucket/model: name a folder of this machine"):
+        aiockpt.receive(tmp_path / "pub", tmp_path / "new", base="s3://bucket/model")
     with pytest.raises(aiockpt.UsageError, match="as in rollout-3"):
         aiockpt.receive(tmp_path / "pub", tmp_path / "got", name="a/b")
 
@@ -341,6 +344,28 @@ def test_what_a_base_has_is_not_downloaded_whatever_its_names(tmp_path: Path, ca
     assert received(tmp_path / "pub", tmp_path / "later", base=tmp_path / "base") == [(5, 5)], (
         "the deltas are fewer bytes"
     )
+
+
+def test_a_receiver_that_is_started_again_with_its_base_goes_on_from_its_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    base, copy = tmp_path / "base", tmp_path / "got" / ".aiockpt" / "copy.json"
+    shutil.copytree(tmp_path / "pub" / "weight_v000000", base)
+    with pytest.raises(aiockpt.UsageError, match=r"name this folder as base= \(--base\)$"):
+        received(tmp_path / "pub", base, base=base)
+    damage_all(tmp_path / "pub" / "weight_v000000")
+    assert received(tmp_path / "pub", tmp_path / "got", base=f"file://{base}") == [(1, 1)]
+    copy.write_text(copy.read_text().replace('"version":1', '"version":-1'))  # killed before it was noted
+    with Lines() as lines:
+        assert received(tmp_path / "pub", tmp_path / "got", base=base) == [(1, 1)]
+    assert not lines.said, "nothing is downloaded"
+    shutil.rmtree(base)
+    publish(tmp_path / "run", tmp_path / "pub", 2)
+    caplog.set_level(logging.INFO, "aiockpt")
+    caplog.clear()
+    assert received(tmp_path / "pub", tmp_path / "got", base=base) == [(2, 2)]
+    assert "base" not in caplog.text
 
 
 def test_a_base_with_some_of_the_tensors_spares_these(tmp_path: Path) -> None:

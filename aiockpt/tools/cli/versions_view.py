@@ -47,14 +47,17 @@ def _table(receivers: Sequence[ReceiverNow]) -> RenderableType:
         "receiver", "host", "version", "step", "behind", "keeps from", "note",
         right=("version", "step", "behind", "keeps from", "note"), folds="host",
     )  # fmt: skip
+    for column, heading in zip(table.columns, ("receiver", "host"), strict=False):
+        # Names are cut before a number is, and each receiver has one line.
+        column.no_wrap, column.header = False, show.line(heading)
     for one in receivers:
-        noted = f"{show.span(one.noted_s)} ago"
+        noted, begun = f"{show.span(one.noted_s)} ago", one.version >= 0
         table.add_row(
-            escape(one.name),
-            escape(one.host),
-            "" if one.version < 0 else str(one.version),
-            "" if one.version < 0 else str(one.step),
-            f"[yellow]{one.behind}[/]" if one.behind else "0",
+            show.line(escape(one.name)),
+            show.line(escape(one.host)),
+            str(one.version) if begun else "",
+            str(one.step) if begun else "",
+            ("" if not begun else f"[yellow]{one.behind}[/]" if one.behind else "0"),
             "[dim]nothing[/]" if one.keeps is None else str(one.keeps),
             f"[bold red]{noted}[/]" if one.is_silent else noted,
         )
