@@ -63,7 +63,9 @@ def cast_all(casts: Sequence[Cast]) -> None:
         UsageError: an element is too large for it.
     """
     for cast in casts:
-        for into, stored in zip(cast.into.split(RUN_ELEMENTS), cast.stored.split(RUN_ELEMENTS), strict=True):
+        for into, stored in zip(
+            torch.split(cast.into, RUN_ELEMENTS), torch.split(cast.stored, RUN_ELEMENTS), strict=True
+        ):
             into.copy_(stored)
         count = _not_finite(cast.into)
         if count and count > _not_finite(cast.stored):

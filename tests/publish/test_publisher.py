@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.convert import outbound, to_hugging_face
-from aiockpt.convert.casting import Cast
+from aiockpt.convert.casting import Cast, cast_all
 from aiockpt.engine.alone import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.errors import StorageError
@@ -158,7 +158,6 @@ def test_what_is_cast_in_many_windows_is_what_a_conversion_writes(
 def test_what_is_cast_is_read_into_memory_that_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version_files, "WINDOW_BYTES", 4096)
     seen: list[torch.Tensor] = []
-    cast_all = outbound.cast_all
 
     def note(casts: Sequence[Cast]) -> None:
         seen.extend(cast.stored for cast in casts)  # kept, so that no allocator gives the same memory again
