@@ -6,6 +6,7 @@ Guarantees: no call blocks longer than some milliseconds, and a folder that cann
 from __future__ import annotations
 
 import fcntl
+import operator
 import os
 import shutil
 import signal
@@ -46,6 +47,8 @@ SHOWN_AFTER = 3
 """Samples before people are told what a stall looks like."""
 STANDS_S, LOOKS_APART_S, ENDS_APART_S = 5.0, 1.0, 0.05
 """For a trainer that was told to end to stand with nothing to save, before it is killed; between looks at it, at its end."""
+MOVED = 2
+"""Looks in a row at which it was elsewhere."""
 SHARED, ORPHAN_S = "aiockpt-run-", 60.0
 """Of the folders, locked, that launchers share with their trainers: prefix, and age from which one without a lock goes."""
 Agree = Callable[[bool], bool]
@@ -262,7 +265,7 @@ class NodeWatch:
         """
         running = {rank: pid for rank, pid in pids.items() if _runs(pid)}
         self._signalled |= running.keys()
-        places: dict[int, tuple[str, ...]] = {}
+        looks: dict[int, tuple[tuple[str, ...], int, float]] = {}
         if running:
             self._trainers.request_stacks(self._trainers.read())
         for pid in running.values():
@@ -271,27 +274,36 @@ class NodeWatch:
         while running and (now_s := time.monotonic()) < began_s + timeout_s:
             if now_s >= looked_s + LOOKS_APART_S:
                 looked_s = now_s
-                for rank in self._find_standing(running, places, failed=failed):
-                    where = telling.in_short(places.get(rank, ()))
-                    if now_s >= began_s + STANDS_S and _runs(pid := running[rank]):
+                for rank, where in self._find_standing(running, looks, now_s, failed=failed):
+                    if _runs(pid := running[rank]):
                         self._report(f"rank {rank} stands still, and has nothing to save: it is killed at {where}")
                         os.kill(pid, signal.SIGKILL)
             time.sleep(ENDS_APART_S)
             running = {rank: pid for rank, pid in running.items() if _runs(pid)}
 
     def _find_standing(
-        self, ranks: Iterable[int], places: dict[int, tuple[str, ...]], *, failed: bool
-    ) -> Iterator[int]:
-        """Yield those of *ranks* that are where they were at first, by *places*, and can save nothing any more."""
+        self, ranks: Iterable[int], looks: dict[int, tuple[tuple[str, ...], int, float]], now_s: float, *, failed: bool
+    ) -> Iterator[tuple[int, str]]:
+        """Yield those of *ranks* that stand where they were at first, and can save nothing any more, with that place.
+
+        Args:
+            looks: rank → its first place, how many looks in a row it was elsewhere, and since when it was not. After the
+                second it has moved, for good: on a busy machine one may see half a stack. A stopped process never answers.
+        """
         records = self._trainers.read()
         samples = self._trainers.sample(records)
         for rank in ranks & records.keys():
             place, record = samples[rank].place, records[rank]
-            if not place[0].startswith(NO_ANSWER) and places.setdefault(rank, place) != place:
-                places[rank] = ()  # for good; a busy machine may answer late, and a stopped process never does
-            is_idle = places.get(rank) != () and samples[rank].waits_for != "aiockpt"
+            first, elsewhere, since_s = looks.setdefault(rank, (place, 0, now_s - LOOKS_APART_S))
+            if first[0].startswith(NO_ANSWER):
+                first = place
+            if elsewhere < MOVED and not place[0].startswith(NO_ANSWER):
+                is_elsewhere = any(map(operator.ne, first, place))
+                elsewhere, since_s = (elsewhere + 1, now_s) if is_elsewhere else (0, since_s)
+            looks[rank] = first, elsewhere, since_s
+            is_idle = not elsewhere and samples[rank].waits_for != "aiockpt" and now_s >= since_s + STANDS_S
             if is_idle and not record.pending and (failed or record.disagreed):
-                yield rank
+                yield rank, telling.in_short(place)
         self._trainers.request_stacks(records)
 
     def describe_exits(self, statuses: Mapping[int, int]) -> TrainerFailure:

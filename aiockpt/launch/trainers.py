@@ -52,6 +52,9 @@ class Trainers:
 
     def _sample(self, rank: int, record: ProgressRecord) -> StackSample:
         place = find_place(self._read_new(self._paths[rank].with_suffix(".stacks")))
+        # A thread that leaves the kernel at this moment may take a signal that was meant for the main one.
+        if record.thread == record.pid and place and place[-1].startswith("_bootstrap "):
+            place = ()
         proc = f"/proc/{record.pid}"
         return StackSample(
             place=place or (f"{NO_ANSWER}; the kernel says {_find(f'{proc}/status', 'State') or 'gone'}",),

@@ -12,6 +12,8 @@ import pytest
 
 from aiockpt.launch import node_watch
 from aiockpt.launch.node_watch import NodeWatch
+from aiockpt.launch.trainers import NO_ANSWER, Trainers
+from aiockpt.runtime.progress import ProgressRecord, rank_path
 
 TRAINER = """
 import random, signal, sys, threading, time
@@ -46,7 +48,7 @@ main, held = threading.get_ident(), threading.Lock()
 held.acquire()
 threading.Thread(target=tell_when_it_stands).start()
 while "moves" in told:
-    visit(random.randrange(200))
+    visit(random.randrange(50))
 stand()
 """
 
@@ -74,6 +76,15 @@ def told_to_end(
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_watch, "STANDS_S", 0.5)
     monkeypatch.setattr(node_watch, "LOOKS_APART_S", 0.1)
+
+
+def test_the_stack_of_another_thread_is_no_answer(tmp_path: Path) -> None:
+    stack = 'Current thread 0x1 (most recent call first):\n  File "a.py", line 3 in wait\n  File "b.py", line 9 in {}\n'
+    for root, answer in (("_bootstrap", NO_ANSWER), ("<module>", "wait (a.py:3)")):
+        rank_path(tmp_path, 0).with_suffix(".stacks").write_text(stack.format(root))
+        trainers = Trainers(tmp_path, [0])
+        place = trainers.sample({0: ProgressRecord(os.getpid(), os.getpid())})[0].place
+        assert place[0].startswith(answer)
 
 
 @pytest.mark.parametrize(
