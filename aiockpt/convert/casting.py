@@ -63,10 +63,8 @@ def cast_all(casts: Sequence[Cast]) -> None:
         UsageError: an element is too large for it.
     """
     for cast in casts:
-        for into, stored in zip(
-            torch.split(cast.into, RUN_ELEMENTS), torch.split(cast.stored, RUN_ELEMENTS), strict=True
-        ):
-            into.copy_(stored)
+        for at in range(0, cast.into.numel(), RUN_ELEMENTS):
+            cast.into[at : at + RUN_ELEMENTS].copy_(cast.stored[at : at + RUN_ELEMENTS])
         count = _not_finite(cast.into)
         if count and count > _not_finite(cast.stored):
             dtype = str(cast.into.dtype).removeprefix("torch.")
