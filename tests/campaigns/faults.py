@@ -195,11 +195,11 @@ def _serve_store() -> tuple[int, int]:
 
 
 class Hosts:
-    """The hosts of a job, with the rendezvous's store beside them, so that any of them may be lost."""
+    """The hosts of a job; the rendezvous's store is beside them, at *port*, so that any of them may be lost."""
 
-    def __init__(self, schedule: Schedule, folder: Path, memory: Path) -> None:
+    def __init__(self, schedule: Schedule, folder: Path, memory: Path, port: int) -> None:
         self._schedule, self._folder, self._memory = schedule, folder, memory
-        self._store, self._port = _serve_store()
+        self._port = port
         self.all: list[Host] = []
         self.jobs = self._count = 0
         for _ in range(schedule.hosts):
@@ -236,8 +236,6 @@ class Hosts:
         """Kill what runs."""
         for host in self.all:
             host.kill()
-        os.kill(self._store, signal.SIGKILL)
-        os.waitpid(self._store, 0)
 
     def _launch(self, host: Host) -> int:
         """Be the launcher of a host; return its exit status."""
@@ -490,7 +488,8 @@ def look(seed: int, folder: Path) -> Outcomes:
     shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     memory = Path(tempfile.mkdtemp(prefix="aiockpt-faults-", dir=shm))
     (folder / FAULTS).mkdir()
-    hosts = Hosts(schedule, folder, memory)
+    store, port = _serve_store()
+    hosts = Hosts(schedule, folder, memory, port)
     driver = Driver(schedule, folder, hosts)
     try:
         with noted(lambda: f"{schedule}\n{driver.tail()}"):
@@ -498,6 +497,8 @@ def look(seed: int, folder: Path) -> Outcomes:
             return Counter({driver.judge(): 1})
     finally:
         hosts.close()
+        os.kill(store, signal.SIGKILL)
+        os.waitpid(store, 0)
         shutil.rmtree(memory, ignore_errors=True)
 
 
