@@ -1,6 +1,7 @@
 """A notebook: cells that a kernel of its own runs one after the other, as Jupyter, Colab and VS Code run them."""
 
 import asyncio
+import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -36,7 +37,10 @@ class Notebook:
     def __init__(self) -> None:
         # Here, because the other tests of a file run where these are not installed.
         self._format: Any = import_module("nbformat").v4
-        manager = import_module("jupyter_client.manager").AsyncKernelManager(transport="ipc")
+        self._sockets = tempfile.TemporaryDirectory(prefix="kernel-")  # else they lie in the current folder
+        manager = import_module("jupyter_client.manager").AsyncKernelManager(
+            transport="ipc", ip=f"{self._sockets.name}/ipc"
+        )
         self._client: Any = import_module("nbclient").NotebookClient(
             self._format.new_notebook(), km=manager, timeout=PATIENCE_S, allow_errors=True
         )
