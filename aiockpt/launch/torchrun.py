@@ -156,12 +156,12 @@ def _check_together(
                 torchrun.run(checking)  # type: ignore[no-untyped-call]
                 return read_report(folder, report.host)
             except ChildFailedError as error:
-                problem, statuses = str(error.name), {failure.exitcode for failure in error.failures.values()}
+                report.problems = [f"the check of all ranks together failed: {error.name}"]
+                statuses = {failure.exitcode for failure in error.failures.values()}
             finally:
                 keep += agents
         if not statuses <= {PEER_FAILED, -signal.SIGTERM}:
             break
-    report.problems = [f"the check of all ranks together failed: {problem}"]
     write_report(folder, report)
     return report
 
