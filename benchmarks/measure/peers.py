@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import torch.distributed
 
 import aiockpt
 from aiockpt.backends.peer import PeerBackend
+from benchmarks.measure.processes import measure_in_processes
 from benchmarks.visit import Outcome, Turn
 
 MEMORY = Path("/dev/shm")
@@ -93,14 +93,12 @@ def _take(connection: socket.socket, memory: bytearray) -> None:
 
 def _save(folder: Path, half: int, repetitions: int) -> dict[str, list[float]]:
     store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
-    ranks = []
+    parts = []
     for rank in range(2):
         mount = folder / f"host-{rank}"
         mount.mkdir(mode=0o700)
-        part = msgspec.json.encode(Part(rank, store.port, str(mount), half, repetitions)).decode()
-        command = [sys.executable, "-m", "benchmarks.measure.peers", part]
-        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}))
-    answers = [msgspec.json.decode(rank.communicate(timeout=DEADLINE_S)[0]) for rank in ranks]
+        parts.append(Part(rank, store.port, str(mount), half, repetitions))
+    answers = measure_in_processes("peers", parts, DEADLINE_S, OMP_NUM_THREADS="1")
     return {
         name: [max(both) for both in zip(*(answer[name] for answer in answers), strict=True)] for name in answers[0]
     }

@@ -16,7 +16,6 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -25,15 +24,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import torch
 import xxhash
+from torch import nn
 
 import aiockpt
 from aiockpt.publish.frames import load_zstd
+from benchmarks.measure.processes import measure_in_processes
 from benchmarks.visit import Outcome, Turn
 
 MEMORY = Path("/dev/shm")
@@ -41,6 +42,7 @@ TENSORS = 16
 CHANGED_FRACTION = 0.008
 THREADS = os.cpu_count() or 1
 RUN_BYTES = 1 << 20
+WAIT_S = 1800.0
 Samples = dict[str, list[float]]
 
 
@@ -72,10 +74,8 @@ def publishing(turn: Turn, outcome: Outcome) -> None:
 
 def _run(side: Side) -> Samples:
     """Do the work of one side in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.measure.publishing", msgspec.json.encode(side).decode()]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=1800)
-    samples: Samples = msgspec.json.decode(done.stdout)
-    return samples
+    (samples,) = measure_in_processes("publishing", [side], WAIT_S)
+    return cast("Samples", samples)
 
 
 def publishing_peaks(turn: Turn, outcome: Outcome) -> None:
@@ -95,20 +95,35 @@ def publishing_peaks(turn: Turn, outcome: Outcome) -> None:
 def _save(folder: Path, size: int, steps: int, dtype: torch.dtype | None = None) -> None:
     """Save steps, with the same weights as plain files for what is done by hand, or as *dtype* without these."""
     generator = torch.Generator().manual_seed(1)
-    count = size // 2 // TENSORS
-    model = torch.nn.Module()
-    for number in range(TENSORS):
-        values = torch.randn(count, generator=generator).to(dtype or torch.bfloat16)
-        model.register_parameter(f"t{number}", torch.nn.Parameter(values, requires_grad=False))
+    model = make_model(size, TENSORS, generator, dtype or torch.bfloat16)
     with aiockpt.Checkpointer(folder / "run") as ckpt:
         for step in range(steps):
             ckpt.save(step, {"model": model}).result()
             for name, tensor in model.named_parameters():
-                raw = tensor.data.view(torch.int32 if dtype == torch.float32 else torch.int16).numpy()
                 if dtype is None:
-                    raw.tofile(folder / f"{name}-{step}.raw")
-                at = torch.randint(0, count, (int(count * CHANGED_FRACTION),), generator=generator).numpy()
-                raw[at] ^= 1 << 8 * (raw.itemsize - 2)  # the last bit of a bfloat16
+                    elements_of(tensor).tofile(folder / f"{name}-{step}.raw")
+                change(tensor, generator)
+
+
+def make_model(size: int, tensors: int, generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Return weights that take *size* bytes as bfloat16."""
+    model = nn.Module()
+    for number in range(tensors):
+        values = torch.randn(size // 2 // tensors, generator=generator).to(dtype)
+        model.register_parameter(f"t{number}", nn.Parameter(values, requires_grad=False))
+    return model
+
+
+def elements_of(tensor: torch.Tensor) -> Any:
+    """Return the elements as integers, in the tensor's memory."""
+    return tensor.data.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).numpy()
+
+
+def change(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Change `CHANGED_FRACTION` of the elements by the last bit of a bfloat16."""
+    count, raw = tensor.numel(), elements_of(tensor)
+    at = torch.randint(0, count, (int(count * CHANGED_FRACTION),), generator=generator).numpy()
+    raw[at] ^= 1 << 8 * (raw.itemsize - 2)
 
 
 # ---------------------------------------------------------------------- one side

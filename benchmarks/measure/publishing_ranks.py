@@ -6,7 +6,6 @@ rate is that of a connection, which a host with a network card of its own has: h
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,11 +20,11 @@ from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.world import World
 from aiockpt.storage.forwarding import BackendCall, Forwarding
 from aiockpt.storage.open import open_backend
+from benchmarks.measure.processes import measure_in_processes
+from benchmarks.measure.publishing import WAIT_S, change, make_model
 from benchmarks.visit import Outcome, Turn
 
 TENSORS = 48
-CHANGED_FRACTION = 0.008
-WAIT_S = 1800.0
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -53,15 +52,8 @@ def publishing_ranks(turn: Turn, outcome: Outcome) -> None:
     """Measure one number of ranks."""
     (contender,) = turn.contenders
     count = int(contender.split()[0])
-    tasks = [msgspec.json.encode(Rank(number, count, turn)).decode() for number in range(count)]
-    command = [sys.executable, "-m", "benchmarks.measure.publishing_ranks"]
-    ranks = [subprocess.Popen([*command, task], stdout=subprocess.PIPE) for task in tasks]
-    try:
-        printed = [rank.communicate(timeout=WAIT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    outcome.add(turn, contender, msgspec.json.decode(printed[0]))
+    first, *_ = measure_in_processes("publishing_ranks", [Rank(number, count, turn) for number in range(count)], WAIT_S)
+    outcome.add(turn, contender, first)
 
 
 def be_rank(task: Rank) -> dict[str, list[float]]:
@@ -72,11 +64,7 @@ def be_rank(task: Rank) -> dict[str, list[float]]:
     store: Any = torch.distributed.FileStore(str(folder / "store"), task.count)  # type: ignore[attr-defined]
     wants = aiockpt.Publish(Throttled(str(folder / "pub"), turn.settings["bytes_per_s"]), every=1 << 40)
     generator = torch.Generator().manual_seed(1)
-    count = turn.size_bytes // 2 // TENSORS
-    model = torch.nn.Module()
-    for number in range(TENSORS):
-        values = torch.randn(count, generator=generator).bfloat16()
-        model.register_parameter(f"t{number}", torch.nn.Parameter(values, requires_grad=False))
+    model = make_model(turn.size_bytes, TENSORS, generator)
     samples: dict[str, list[float]] = {"full_s": [], "delta_s": []}
     with aiockpt.Checkpointer(
         folder / "run", ranks=aiockpt.Ranks(task.number, task.count, store), publish=wants
@@ -90,8 +78,7 @@ def be_rank(task: Rank) -> dict[str, list[float]]:
             while not store.check([f"published {step}"]):  # they would wait in the next save
                 time.sleep(0.05)
             for tensor in model.parameters():
-                at = torch.randint(0, count, (int(count * CHANGED_FRACTION),), generator=generator)
-                tensor.data.view(torch.int16)[at] ^= 1
+                change(tensor, generator)
     return samples
 
 
