@@ -33,7 +33,6 @@ from typing import Any, Literal, get_args
 from unittest import mock
 
 import msgspec
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -45,7 +44,7 @@ from aiockpt.tools.examples.recovering_rank import DISK, FAULTS, RUN
 from aiockpt.tools.examples.recovery import KEEP_ALIVE, Log
 from tests.campaigns.campaign import Campaign, Case, Outcomes, in_folders, noted
 from tests.campaigns.faulty_rank import END, PLACES, FaultyJob, StallRequest, be_rank
-from tests.campaigns.sigkill import fork, in_child
+from tests.campaigns.sigkill import fork, in_child, store_apart
 from tests.rewind.jobs import BATCH, SAMPLES, Bad, Plan
 
 STEPS = 36
@@ -174,24 +173,6 @@ class Host:
             with suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
             self._pid = 0
-
-
-def _serve_store() -> tuple[int, int]:
-    """Return the process id and the port of a store: its threads may hold locks of C, which forks would never get."""
-    parent, (here, there) = os.getpid(), os.pipe()
-
-    def serve() -> int:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(there, str(store.port).encode())
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        return 0
-
-    try:
-        return fork(serve), int(os.read(here, 16))
-    finally:
-        os.close(here)
-        os.close(there)
 
 
 class Hosts:
@@ -488,18 +469,16 @@ def look(seed: int, folder: Path) -> Outcomes:
     shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     memory = Path(tempfile.mkdtemp(prefix="aiockpt-faults-", dir=shm))
     (folder / FAULTS).mkdir()
-    store, port = _serve_store()
-    hosts = Hosts(schedule, folder, memory, port)
-    driver = Driver(schedule, folder, hosts)
-    try:
-        with noted(lambda: f"{schedule}\n{driver.tail()}"):
-            driver.run()
-            return Counter({driver.judge(): 1})
-    finally:
-        hosts.close()
-        os.kill(store, signal.SIGKILL)
-        os.waitpid(store, 0)
-        shutil.rmtree(memory, ignore_errors=True)
+    with store_apart() as port:
+        hosts = Hosts(schedule, folder, memory, port)
+        driver = Driver(schedule, folder, hosts)
+        try:
+            with noted(lambda: f"{schedule}\n{driver.tail()}"):
+                driver.run()
+                return Counter({driver.judge(): 1})
+        finally:
+            hosts.close()
+            shutil.rmtree(memory, ignore_errors=True)
 
 
 def prepare() -> Case:

@@ -15,6 +15,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -33,7 +34,7 @@ from aiockpt.runtime.processes import Process
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard
 from tests.campaigns.campaign import Campaign, Outcomes, in_folders, noted
-from tests.campaigns.sigkill import fork
+from tests.campaigns.sigkill import fork, store_apart
 from tests.inline_process import TINY
 from tests.simulated.virtual_time import run_virtually
 
@@ -211,13 +212,17 @@ def train(place: Path, start: Start, rank: int, store: Any) -> int:
 
 def run_all(place: Path, starts: list[Start], kind: str) -> None:
     """Run the starts one after the other, over one store."""
-    hosted = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    with store_apart() as port:
 
-    def open_store() -> Any:
-        if kind == "TCPStore":
-            return torch.distributed.TCPStore("127.0.0.1", hosted.port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-        return torch.distributed.FileStore(str(place / "store"), 100)  # type: ignore[attr-defined]
+        def open_store() -> Any:
+            if kind == "TCPStore":
+                return torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+            return torch.distributed.FileStore(str(place / "store"), 100)  # type: ignore[attr-defined]
 
+        _run_over(place, starts, open_store)
+
+
+def _run_over(place: Path, starts: list[Start], open_store: Callable[[], Any]) -> None:
     alive: list[int] = []
     try:
         for start in starts:

@@ -10,10 +10,13 @@ import random
 import shutil
 import signal
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
@@ -40,6 +43,29 @@ def fork(work: Callable[[], int]) -> int:
             status = work()
         os._exit(status)
     return pid
+
+
+@contextmanager
+def store_apart() -> Iterator[int]:
+    """Yield the port of a `TCPStore` in a process of its own: its threads may hold locks of C, which no fork would get."""
+    parent, (here, there) = os.getpid(), os.pipe()
+
+    def serve() -> int:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(there, str(store.port).encode())
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        return 0
+
+    server = fork(serve)
+    try:
+        os.close(there)
+        with open(here, "rb", buffering=0) as pipe:
+            port = int(pipe.read(16))
+        yield port
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
 
 
 def end_of(pid: int) -> tuple[bool, int]:

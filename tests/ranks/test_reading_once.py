@@ -229,6 +229,8 @@ def test_what_a_lost_rank_was_to_send_is_read_and_the_next_load_connects_anew(
         use(crew, range(3), 1, lambda: next(networks))
         results = load_all(crew, states)
         assert all(torch.equal(state["w"], large["w"]) for state in states)
+        # When rank 1 is lost, it may have received nothing, or have sent all.
+        assert all(results[rank].received_bytes for rank in (0, 2))
         assert sum(result.received_bytes for result in results) < 3 * (8 << 20)
         assert "the load_group lost rank 1 (" in caplog.text
         again = load_all(crew, states)
