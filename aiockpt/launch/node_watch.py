@@ -60,6 +60,32 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
+class _Look(msgspec.Struct):
+    """Where a trainer that was told to end was seen: first at *place*, and *elsewhere* in so many looks in a row.
+
+    After `MOVED` of these it has moved, for good: on a busy machine one may see half a stack. A stopped process never
+    answers.
+    """
+
+    place: tuple[str, ...]
+    since_s: float
+    elsewhere: int = 0
+
+    def add(self, place: tuple[str, ...], now_s: float) -> None:
+        if self.place[0].startswith(NO_ANSWER):
+            self.place = place
+        if self.elsewhere >= MOVED or place[0].startswith(NO_ANSWER):
+            return
+        if any(map(operator.ne, self.place, place)):
+            self.elsewhere, self.since_s = self.elsewhere + 1, now_s
+        else:
+            self.elsewhere = 0
+
+    def stands_for(self, now_s: float) -> float:
+        """Return for how many seconds it has been at its place; 0 where it is elsewhere."""
+        return 0.0 if self.elsewhere else now_s - self.since_s
+
+
 class NodeWatch:
     """Watches the trainers of one node.
 
@@ -265,7 +291,7 @@ class NodeWatch:
         """
         running = {rank: pid for rank, pid in pids.items() if _runs(pid)}
         self._signalled |= running.keys()
-        looks: dict[int, tuple[tuple[str, ...], int, float]] = {}
+        looks: dict[int, _Look] = {}
         if running:
             self._trainers.request_stacks(self._trainers.read())
         for pid in running.values():
@@ -282,27 +308,17 @@ class NodeWatch:
             running = {rank: pid for rank, pid in running.items() if _runs(pid)}
 
     def _find_standing(
-        self, ranks: Iterable[int], looks: dict[int, tuple[tuple[str, ...], int, float]], now_s: float, *, failed: bool
+        self, ranks: Iterable[int], looks: dict[int, _Look], now_s: float, *, failed: bool
     ) -> Iterator[tuple[int, str]]:
-        """Yield those of *ranks* that stand where they were at first, and can save nothing any more, with that place.
-
-        Args:
-            looks: rank → its first place, how many looks in a row it was elsewhere, and since when it was not. After the
-                second it has moved, for good: on a busy machine one may see half a stack. A stopped process never answers.
-        """
+        """Yield those of *ranks* that stand where they were at first, and can save nothing any more, with that place."""
         records = self._trainers.read()
         samples = self._trainers.sample(records)
         for rank in ranks & records.keys():
             place, record = samples[rank].place, records[rank]
-            first, elsewhere, since_s = looks.setdefault(rank, (place, 0, now_s - LOOKS_APART_S))
-            if first[0].startswith(NO_ANSWER):
-                first = place
-            if elsewhere < MOVED and not place[0].startswith(NO_ANSWER):
-                is_elsewhere = any(map(operator.ne, first, place))
-                elsewhere, since_s = (elsewhere + 1, now_s) if is_elsewhere else (0, since_s)
-            looks[rank] = first, elsewhere, since_s
-            is_idle = not elsewhere and samples[rank].waits_for != "aiockpt" and now_s >= since_s + STANDS_S
-            if is_idle and not record.pending and (failed or record.disagreed):
+            look = looks.setdefault(rank, _Look(place, now_s - LOOKS_APART_S))
+            look.add(place, now_s)
+            stands = look.stands_for(now_s) >= STANDS_S and samples[rank].waits_for != "aiockpt"
+            if stands and not record.pending and (failed or record.disagreed):
                 yield rank, telling.in_short(place)
         self._trainers.request_stacks(records)
 

@@ -152,7 +152,7 @@ class ShareRequests:
         return [rank for rank in spread_ranks(self._board.world_size) if rank not in self._left_out]
 
     def deal(self, new: StepWeights) -> Files:
-        """Return rank → numbers of its files; of no other rank where that does not pay."""
+        """Return rank → numbers of its files, for the next draft; of no other rank where that does not pay."""
         ranks = self.ranks()
         self._left_out = {rank: count - 1 for rank, count in self._left_out.items() if count > 1}
         count = min(new.shares, len(ranks))

@@ -59,7 +59,7 @@ _TRIES = 100
 """Reads of a record that is being written, at most: a write takes less than a microsecond."""
 
 
-class ProgressRecord(msgspec.Struct, frozen=True):
+class ProgressRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank has told.
 
     Attributes:
@@ -293,11 +293,22 @@ class ProgressReader:
         if train is None or beside is None or not train[0]:
             return None
         _, pid, thread, step, steps, stage, step_s, mark_s, thrown_s, _ = train
-        _, commits, pending, disagreed, beside_s, text, _ = beside
-        stake = pending if beside[0] else 1, bool(disagreed)
-        told = text.rstrip(b"\0").decode(errors="replace")
-        times = step_s, mark_s, thrown_s
-        return ProgressRecord(pid, thread, step, steps, STAGES[stage], *times, commits, *stake, beside_s, told)
+        events, commits, pending, disagreed, beside_s, text, _ = beside
+        return ProgressRecord(
+            pid=pid,
+            thread=thread,
+            step=step,
+            steps=steps,
+            stage=STAGES[stage],
+            step_s=step_s,
+            mark_s=mark_s,
+            thrown_s=thrown_s,
+            commits=commits,
+            pending=pending if events else 1,
+            disagreed=bool(disagreed),
+            beside_s=beside_s,
+            beside=text.rstrip(b"\0").decode(errors="replace"),
+        )
 
     def _read(self, form: struct.Struct, offset: int) -> tuple[Any, ...] | None:
         """Return a part that was whole, by its number at both ends."""

@@ -83,7 +83,7 @@ def test_the_stack_of_another_thread_is_no_answer(tmp_path: Path) -> None:
     for root, answer in (("_bootstrap", NO_ANSWER), ("<module>", "wait (a.py:3)")):
         rank_path(tmp_path, 0).with_suffix(".stacks").write_text(stack.format(root))
         trainers = Trainers(tmp_path, [0])
-        place = trainers.sample({0: ProgressRecord(os.getpid(), os.getpid())})[0].place
+        place = trainers.sample({0: ProgressRecord(pid=os.getpid(), thread=os.getpid())})[0].place
         assert place[0].startswith(answer)
 
 

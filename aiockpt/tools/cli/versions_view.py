@@ -57,7 +57,7 @@ def _table(receivers: Sequence[ReceiverNow]) -> RenderableType:
             show.line(escape(one.host)),
             str(one.version) if begun else "",
             str(one.step) if begun else "",
-            ("" if not begun else f"[yellow]{one.behind}[/]" if one.behind else "0"),
+            "" if not begun else f"[yellow]{one.behind}[/]" if one.behind else "0",
             "[dim]nothing[/]" if one.keeps is None else str(one.keeps),
             f"[bold red]{noted}[/]" if one.is_silent else noted,
         )
