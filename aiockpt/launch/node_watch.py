@@ -60,7 +60,7 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-class _Look(msgspec.Struct):
+class _TrainerLook(msgspec.Struct):
     """Where a trainer that was told to end was seen: first at *place*, and *elsewhere* in so many looks in a row.
 
     After `MOVED` of these it has moved, for good: on a busy machine one may see half a stack. A stopped process never
@@ -291,7 +291,7 @@ class NodeWatch:
         """
         running = {rank: pid for rank, pid in pids.items() if _runs(pid)}
         self._signalled |= running.keys()
-        looks: dict[int, _Look] = {}
+        looks: dict[int, _TrainerLook] = {}
         if running:
             self._trainers.request_stacks(self._trainers.read())
         for pid in running.values():
@@ -308,14 +308,14 @@ class NodeWatch:
             running = {rank: pid for rank, pid in running.items() if _runs(pid)}
 
     def _find_standing(
-        self, ranks: Iterable[int], looks: dict[int, _Look], now_s: float, *, failed: bool
+        self, ranks: Iterable[int], looks: dict[int, _TrainerLook], now_s: float, *, failed: bool
     ) -> Iterator[tuple[int, str]]:
         """Yield those of *ranks* that stand where they were at first, and can save nothing any more, with that place."""
         records = self._trainers.read()
         samples = self._trainers.sample(records)
         for rank in ranks & records.keys():
             place, record = samples[rank].place, records[rank]
-            look = looks.setdefault(rank, _Look(place, now_s - LOOKS_APART_S))
+            look = looks.setdefault(rank, _TrainerLook(place, now_s - LOOKS_APART_S))
             look.add(place, now_s)
             stands = look.stands_for(now_s) >= STANDS_S and samples[rank].waits_for != "aiockpt"
             if stands and not record.pending and (failed or record.disagreed):

@@ -20,6 +20,7 @@ from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Gate
 from tests.ranks.crew import QUICK, Crew, coordinator_of
 from tests.ranks.test_save import parameter
+from tests.watch import until
 
 
 def state_at(value: float) -> dict[str, Any]:
@@ -121,16 +122,17 @@ def test_a_manifest_gone_for_one_rank_is_left(tmp_path: Path) -> None:
 def test_a_load_cancelled_on_one_rank_ends_on_all(tmp_path: Path, cancelled: int) -> None:
     with aiockpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state_at(1)).result()
-    hang = Fault(do="hang", verb="reader.read", times=None)
+    hanging = FaultyBackend(
+        LocalBackend(str(tmp_path), world=World()), [Fault(do="hang", verb="reader.read", times=None)]
+    )
 
     def backend(rank: int) -> Any:
-        inner = LocalBackend(str(tmp_path), world=World())
-        return FaultyBackend(inner, [hang]) if rank == cancelled else inner
+        return hanging if rank == cancelled else LocalBackend(str(tmp_path), world=World())
 
     def load(rank: int, ckpt: aiockpt.Checkpointer) -> None:
         future = ckpt.load(state_at(0))
-        time.sleep(0.5)
         if rank == cancelled:
+            until(lambda: hanging.schedule.fired, "a read that hangs")
             future.cancel()
         future.result()
 
