@@ -4,14 +4,20 @@
 settled. From the same state it goes on at each of five learning rates, and each step is saved and published in bfloat16.
 *By hand* is one `zstd.compress` at level 1 of each tensor's XOR: the frames alone, without a header that names them.
 
-*publishing_steps*: one process trains, and saves every step, in blocks that take turns: with `publish=` and without. A block
-is timed to the end of its last step; what is published later, while nothing trains, costs the training nothing.
+*publishing_steps*: one process trains, and saves every step, in blocks that take turns: without publication, with
+`publish=`, and beside a process that follows. A block is timed to the end of its last step; what is published later, while
+nothing trains, costs the training nothing.
 """
 
 from __future__ import annotations
 
 import copy
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,6 @@ from torch import nn
 from torch.nn import functional
 
 import aiockpt
-from aiockpt.events import Event, VersionPublished
 from aiockpt.publish.frames import load_zstd
 from benchmarks.measure.every import Training
 from benchmarks.report import Samples
@@ -154,46 +159,59 @@ def _compare(
 # ---------------------------------------------------------------------- the time
 
 
-class _Count:
-    """How many versions were published."""
+@contextmanager
+def _follower(run: Path, pub: Path) -> Iterator[Callable[[signal.Signals], None]]:
+    """Follow *run* by `aiockpt publish`, at the lowest priority, from its first version on; yield what sends it a signal."""
+    command = [sys.executable, "-m", "aiockpt.tools.cli.main", "publish", str(run), str(pub), "--follow"]
+    options = ["--dtype", "bfloat16", "--prefix", "model", "--keep", "0"]
+    with subprocess.Popen(["nice", "-n", "19", *command, *options], stdout=subprocess.DEVNULL) as process:
+        try:
+            while not _count(pub):
+                assert process.poll() is None, "the process that publishes has ended"
+                time.sleep(0.1)
+            yield process.send_signal
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
 
-    def __init__(self) -> None:
-        self.count = 0
 
-    def on_event(self, event: Event) -> None:
-        self.count += isinstance(event, VersionPublished)
+def _count(pub: Path) -> int:
+    """Return how many versions *pub* has had."""
+    return 1 + max((int(index.parent.name[-6:]) for index in pub.glob("weight_v*/*.index.json")), default=-1)
 
 
 def publishing_steps(turn: Turn, outcome: Outcome) -> None:
-    """Measure blocks of steps that are saved, and of steps that are published, too, in turn."""
+    """Measure blocks of steps that are saved, and of steps that are published, too, in turn.
+
+    *published* is by `publish=`, in the same process; *followed* by another one at the lowest priority.
+    """
     training = Training(turn.size_bytes, turn.settings["batch"])
-    steps, first = turn.settings["steps"], 0
+    folder, step = Path(turn.folder), 0
     samples: dict[str, Samples] = {name: {"block_s": []} for name in turn.contenders}
-    counts: list[float] = []
-    lost: list[float] = []
-    for _ in range(turn.repetitions + 1):  # the first is not counted
-        blocks, during = {}, 0
-        for name in turn.contenders:
-            folder, seen = Path(turn.folder) / name, _Count()
-            options = aiockpt.Publish(folder / "pub", dtype="bfloat16", prefix="model", keep=0)
-            with aiockpt.Checkpointer(
-                folder / "run",
-                retention=aiockpt.Retention(last=2),
-                publish=options if name == "published" else None,
-                observers=[seen],
-            ) as ckpt:
-                begun_s = time.perf_counter()
-                for step in range(first, first + steps):
-                    training.step()
-                    ckpt.save(step, training.state)
-                blocks[name] = time.perf_counter() - begun_s
-                during = seen.count
-        if first:
-            for name, block_s in blocks.items():
-                samples[name]["block_s"].append(block_s)
-            counts.append(float(during))
-            lost.append((blocks["published"] - blocks["saved"]) / max(1, during))
-        first += steps
-    samples["published"] |= {"published_count": counts, "lost_s": lost}
+    for name in samples.keys() - {"saved"}:
+        samples[name] |= {"published_count": [], "lost_s": []}
+    with aiockpt.Checkpointer(folder / "followed/run") as ckpt:
+        ckpt.save(step, training.state)
+    with _follower(folder / "followed/run", folder / "followed/pub") as send:
+        for turns in range(turn.repetitions + 1):  # the first is not counted
+            saved_s = 0.0
+            for name in turn.contenders:
+                send(signal.SIGCONT if name == "followed" else signal.SIGSTOP)
+                run, pub = folder / name / "run", folder / name / "pub"
+                options = aiockpt.Publish(pub, dtype="bfloat16", prefix="model", keep=0)
+                publish = options if name == "published" else None
+                with aiockpt.Checkpointer(run, retention=aiockpt.Retention(last=2), publish=publish) as ckpt:
+                    before, begun_s = _count(pub), time.perf_counter()
+                    for _ in range(turn.settings["steps"]):
+                        step += 1
+                        training.step()
+                        ckpt.save(step, training.state)
+                    block_s, count = time.perf_counter() - begun_s, _count(pub) - before
+                saved_s = saved_s or block_s
+                if turns:
+                    samples[name]["block_s"].append(block_s)
+                if turns and name != "saved":
+                    samples[name]["published_count"].append(float(count))
+                    samples[name]["lost_s"].append((block_s - saved_s) / max(1, count))
     for name, found in samples.items():
         outcome.add(turn, name, found)
