@@ -139,6 +139,8 @@ class Publisher:
                 newest = await self._versions.newest()
                 if newest is not None and _is_published(newest, new):
                     return newest
+                if newest is not None:
+                    await self._versions.remove_others(newest)  # of ranks that woke late, and died then
                 index = await self._write(newest, new, like, full)
                 if index is not None:
                     break

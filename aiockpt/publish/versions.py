@@ -5,7 +5,8 @@ Guarantees:
 - A number has one winner. On a file system a whole folder is flushed under a hidden name, and renamed. Elsewhere the
   winner is who creates the *decision* of the number, which holds the index: its files are durable before, what other
   writers left there is removed, and then the index comes. A winner that dies is finished by the next writer.
-- A version whose index can be seen is whole, and no other file of weights lies beside it.
+- A version whose index can be seen is whole, and no other file of weights lies beside it; what a rank adds that wakes
+  after that, it removes, or the next publication.
 - A version is removed index first, so that what is left of it is none.
 """
 
@@ -86,7 +87,7 @@ class Versions:
             decided = await read_record(self.backend, f"{folder}/{DECISION}")
         except ObjectNotFoundError:
             return None
-        await self._remove_others(folder, decided)
+        await self.remove_others(decode_version(decided, folder, self.backend.url))
         await put_once(self.backend, index_key(folder), decided)
         return await self.read(folder)
 
@@ -97,16 +98,18 @@ class Versions:
             return await run_blocking(self._renaming, self._rename, draft.hidden, draft.folder)
         if not await put_once(self.backend, f"{draft.folder}/{DECISION}", index):
             return False
-        await self._remove_others(draft.folder, index)
+        await self.remove_others(decode_version(index, draft.folder, self.backend.url))
         return await put_once(self.backend, index_key(draft.folder), index)
 
-    async def _remove_others(self, folder: str, index: bytes) -> None:
-        """Remove what other writers left in a folder: some readers take every file of weights that is there."""
-        ours = {f"{folder}/{name}" for name in decode_version(index, folder, self.backend.url).notes.files}
-        there = [stat.key for stat in (await self.backend.list(folder)).objects if stat.key.endswith(SUFFIX)]
+    async def remove_others(self, version: VersionIndex) -> None:
+        """Remove what other writers left in a version's folder: some readers take every file of weights that is there."""
+        if self.path is not None:
+            return
+        ours = {f"{version.folder}/{name}" for name in version.notes.files}
+        there = [stat.key for stat in (await self.backend.list(version.folder)).objects if stat.key.endswith(SUFFIX)]
         await self.backend.delete([key for key in there if key not in ours])
         if (store := keeps_uploads(self.backend)) is not None:
-            await store.abort_uploads(await store.leftover_uploads(folder))
+            await store.abort_uploads(await store.leftover_uploads(version.folder))
 
     def _rename(self, hidden: str, folder: str) -> bool:
         assert self.path is not None

@@ -382,6 +382,17 @@ def test_files_of_a_dead_publisher_are_gone_before_the_index_comes(tmp_path: Pat
     assert "dead" not in files[0]
 
 
+def test_a_late_file_of_a_dead_rank_is_gone_with_the_next_version(tmp_path: Path) -> None:
+    store = MemoryBackend("late")
+    publish(tmp_path / "run", store, 0)
+    before = set(store._objects)
+    store._objects["weight_v000000/model-00002-of-00002.dead.safetensors"] = store._object(b"dead")
+    publish(tmp_path / "run", store, 1)
+    assert {key for key in store._objects if key.startswith("weight_v000000/")} == {
+        key for key in before if key.startswith("weight_v000000/")
+    }
+
+
 def test_hidden_folders_of_dead_publishers_are_removed(tmp_path: Path) -> None:
     hidden = tmp_path / "pub" / ".aiockpt-deadbeef0000"
     publish(tmp_path / "run", tmp_path / "pub", 0)
