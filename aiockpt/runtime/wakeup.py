@@ -12,16 +12,20 @@ minute later.) Guarantees:
   says must not be interrupted, a step that has begun; the next batch raises all the same.
 - The last watch that is closed restores the earlier ones. Where it cannot (off the main thread), a signal that would have
   ended the process still does.
+- In a process that ends already, with a status of its own, a signal that would end it at once may be held off for a while.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import math
 import os
 import signal
 import socket
 import stat
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -102,10 +106,16 @@ class SignalWatch:
         """Return when the signals that came before this call have been reported, or the thread that reports them is gone."""
         self._slot.flush()
 
-    def close(self) -> None:
-        """End the subscription. Any thread; idempotent. Earlier handlers are restored from the main thread only."""
+    def close(self, ends_within_s: float = 0.0) -> None:
+        """End the subscription. Any thread; idempotent. Earlier handlers are restored from the main thread only.
+
+        Args:
+            ends_within_s: for how long, and in its last moments, the process ignores signals whose default would end it.
+        """
         global _slot
         with _changing:
+            if ends_within_s > 0:
+                self._slot.hold_off(self.numbers, ends_within_s)
             if self._slot.remove(self) and self._slot is _slot:
                 _slot = None
 
@@ -162,6 +172,12 @@ class _WakeupSlot:
             logger.warning("the thread %s still runs a callback after %g s, and is left", self._thread.name, JOIN_S)
         return True
 
+    def hold_off(self, numbers: Iterable[int], seconds: float) -> None:
+        """Do not let these signals end the process at once, where nothing else handles them."""
+        for number in numbers:
+            if (own := self._handlers.get(number)) is not None and own.earlier is signal.SIG_DFL:
+                own.held_until_s = time.monotonic() + seconds
+
     def close_sockets(self) -> None:
         """Close both ends: in a child, whose parent waits for the end of what it sends."""
         self._sender.close()
@@ -171,7 +187,11 @@ class _WakeupSlot:
         """Restore the earlier handlers and descriptor, except where ours have been replaced."""
         for number, own in self._handlers.items():
             earlier = signal.SIG_DFL if own.earlier is None else own.earlier
-            if signal.getsignal(number) is own:
+            if signal.getsignal(number) is not own:
+                continue
+            if own.is_held:
+                atexit.register(own.ignore, number)
+            else:
                 signal.signal(number, earlier)
         self._handlers.clear()
         taken = signal.set_wakeup_fd(-1)
@@ -227,7 +247,18 @@ class _Handler:
 
     def __init__(self, slot: _WakeupSlot, earlier: Any) -> None:
         self.earlier = earlier
+        self.held_until_s = -math.inf
         self._slot = slot
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the signal is not to end the process yet."""
+        return time.monotonic() < self.held_until_s
+
+    def ignore(self, number: int) -> None:
+        """Ignore the signal while the interpreter ends, which takes Python's handlers away before it is done."""
+        if self.is_held and signal.getsignal(number) is self:
+            signal.signal(number, signal.SIG_IGN)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         try:
@@ -239,8 +270,8 @@ class _Handler:
                 except RuntimeError as error:
                     if number != signal.SIGCHLD or not self._slot.delays(error):
                         raise
-        if self.earlier is signal.SIG_DFL and not watched and signal.getsignal(number) is self:
-            signal.signal(number, signal.SIG_DFL)  # it could not be restored where the last watch was closed
+        if self.earlier is signal.SIG_DFL and not watched and signal.getsignal(number) is self and not self.is_held:
+            signal.signal(number, signal.SIG_DFL)  # it was not restored where the last watch was closed
             signal.raise_signal(number)
 
 

@@ -157,6 +157,37 @@ time.sleep(20)
     assert newest(tmp_path / "run") == 3
 
 
+LEAVING = """
+import atexit
+
+options = aiockpt.Preemption(grace_s=GRACE)
+try:
+    with aiockpt.Checkpointer(root, limits=small, on_preempt=options) as ckpt:
+        for step in range(100_000):
+            train(step)
+            if step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            ckpt.step(step, state)
+finally:
+    LEAVE
+"""
+
+
+@pytest.mark.parametrize(
+    "leave",
+    ["os.kill(os.getpid(), signal.SIGTERM)", "atexit.register(os.kill, os.getpid(), signal.SIGTERM)"],
+)
+def test_a_run_that_has_ended_keeps_its_status_when_the_next_signal_comes(leave: str, tmp_path: Path) -> None:
+    program = start(tmp_path, LEAVING.replace("GRACE", "200").replace("LEAVE", leave))
+    assert program.end() == 75, program.log
+
+
+def test_who_goes_on_after_the_end_of_the_run_can_be_ended_when_its_grace_is_over(tmp_path: Path) -> None:
+    leave = "time.sleep(1.5); say('go'); time.sleep(100)"
+    program = start(tmp_path, LEAVING.replace("GRACE", "1.4").replace("LEAVE", leave))
+    assert program.stop() == -signal.SIGTERM, program.log
+
+
 def test_a_program_that_is_done_ends_well(tmp_path: Path) -> None:
     program = start(tmp_path, steps().replace("100_000", "30"))
     assert program.end() == 0, program.log

@@ -255,3 +255,19 @@ time.sleep(5)
 """,
         status=-signal.SIGTERM,
     )
+
+
+def test_a_process_that_ends_holds_its_signals_off_until_its_very_last_moment() -> None:
+    done = run_python(
+        "-c",
+        "import atexit, signal\n"
+        "atexit.register(lambda: print(signal.getsignal(signal.SIGTERM) == signal.SIG_IGN))  # it is called last\n"
+        + CHILD
+        + """
+watch.close(ends_within_s=200)
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(75)
+""",
+        status=75,
+    )
+    assert done.stdout == "True\n"

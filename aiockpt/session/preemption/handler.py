@@ -116,9 +116,12 @@ class PreemptionHandler(Interruption):
         self._running.cancel()
 
     def release(self) -> None:
-        """Restore the signal handlers."""
+        """Restore the signal handlers; in a run that has ended, when its grace is over.
+
+        The end of one rank ends all, so its own signal may come when it has left already: it must end with its status, too.
+        """
         if self._watch is not None:
-            self._watch.close()
+            self._watch.close(ends_within_s=0.0 if self.ended is None else self.left_s)
         self._last = None
         self._reached.release()
         if self.notice is not None and self.ended is None and not self._released:
