@@ -92,11 +92,6 @@ class VersionIndex(msgspec.Struct, frozen=True):
         """The digest of each tensor in this version."""
         return {name: new for name, (_, new) in self.notes.tensors.items()}
 
-    @property
-    def changed(self) -> list[str]:
-        """Names of the tensors that differ from the version before; all of a full version."""
-        return [name for name, (old, new) in self.notes.tensors.items() if old != new]
-
 
 class _Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
     total_size: int | None = None

@@ -78,7 +78,10 @@ class LocalCopy:
                 self._refuse_others()
             else:
                 self._map(record)
-        except OSError as error:
+        except (UsageError, OSError) as error:
+            self.close()
+            if isinstance(error, UsageError):
+                raise
             raise from_os_error(error, "opening", str(self.path)) from error
 
     def _take_lock(self) -> None:
@@ -87,8 +90,6 @@ class LocalCopy:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             who = os.pread(self._lock, 64, 0).decode("ascii", "replace")
-            os.close(self._lock)
-            self._lock = None
             raise UsageError(
                 f"{self.path} is kept by another receiver (process {who or 'unknown'}): one process of a host receives, and "
                 "the others read its folder; or give another folder"
@@ -120,8 +121,8 @@ class LocalCopy:
             return
         self.layout, self.version = record.layout, record.version
 
-    def create(self, layout: str, files: Mapping[str, tuple[bytes, int]]) -> None:
-        """Make the folder anew, with *files*: name → (header, size); their tensors are torn.
+    def create(self, layout: str, files: Mapping[str, tuple[bytes, int]], beside: Mapping[str, bytes]) -> None:
+        """Make the folder anew, with *files*: name → (header, size); their tensors are torn. *beside* are other files.
 
         Raises:
             StorageFullError: they do not fit.
@@ -137,6 +138,8 @@ class LocalCopy:
                     _remove(self.path / name)
             for name, (header, size) in files.items():
                 self._make_file(name, header, size)
+            for name, data in beside.items():
+                write_durably(self.path / name, data)
             self._write_record(_Record(layout, tuple(files), -1))
         except OSError as error:
             raise from_os_error(error, "making the files of", str(self.path)) from error

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import anyio
@@ -31,7 +30,6 @@ from aiockpt.places.readers.hold import holding
 from aiockpt.publish.frames import load_zstd
 from aiockpt.publish.publication import Publish, Published, as_publish
 from aiockpt.publish.publisher import Publisher
-from aiockpt.publish.receiver_notes import ReceiverNote
 from aiockpt.publish.shares import ShareRequests, ShareWriter, spread_ranks
 from aiockpt.redaction import redact
 from aiockpt.runtime.loop import Submitted, made_for_the_loop
@@ -136,7 +134,18 @@ class Publications:
             now_ns = self._engine.now_ns()
             self._engine.emit(PublicationFailed(at_ns=now_ns, step=step, url=url, error=repr(error)))
             raise
-        self._engine.emit(_event(published, url, receivers, self._engine.now_ns()))
+        event = VersionPublished(
+            at_ns=self._engine.now_ns(),
+            step=published.step,
+            url=url,
+            version=published.version,
+            kind=published.kind,
+            bytes=published.file_bytes,
+            weight_bytes=published.weight_bytes,
+            seconds=published.seconds,
+            receivers={note.name: published.version - note.version for note in receivers},
+        )
+        self._engine.emit(event)
         return published
 
     def finish(self) -> None:
@@ -207,17 +216,3 @@ class _Follower:
 
     def __repr__(self) -> str:
         return f"<publication to {redact(self._publisher.url)}>"
-
-
-def _event(published: Published, url: str, receivers: Sequence[ReceiverNote], at_ns: int) -> VersionPublished:
-    return VersionPublished(
-        at_ns=at_ns,
-        step=published.step,
-        url=url,
-        version=published.version,
-        kind=published.kind,
-        bytes=published.file_bytes,
-        weight_bytes=published.weight_bytes,
-        seconds=published.seconds,
-        receivers={note.name: published.version - note.version for note in receivers},
-    )

@@ -15,7 +15,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import chain
-from typing import NamedTuple
 
 import anyio
 
@@ -48,19 +47,12 @@ from aiockpt.publish.receiver_notes import ReceiverNote, living_receivers
 from aiockpt.publish.shares import ShareRequest, ShareRequests, while_marked
 from aiockpt.publish.step_weights import StepWeights, open_weights_of
 from aiockpt.publish.version_chain import VersionChain
-from aiockpt.publish.version_files import BaseDiffersError, DeltaTooLargeError, VersionWriter, WrittenFiles
-from aiockpt.publish.versions import Draft, Versions
+from aiockpt.publish.version_files import Base, BaseDiffersError, DeltaTooLargeError, VersionWriter, WrittenFiles
+from aiockpt.publish.versions import Versions
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 
 logger = logging.getLogger("aiockpt")
-
-
-class Base(NamedTuple):
-    """The weights of the step that a version is of, and that version."""
-
-    weights: StepWeights
-    version: VersionIndex
 
 
 class Publisher:
@@ -85,6 +77,7 @@ class Publisher:
         self._chain = VersionChain(self._versions)
         self._lock = anyio.Lock()
         self._held = anyio.Event()
+        self._newest = -1  # number of a version that is there
         self._companions: dict[str, bytes] | None = None
         self.shares: ShareRequests | None = None
 
@@ -135,13 +128,16 @@ class Publisher:
         ranks = 1 if self.shares is None else len(self.shares.ranks())
         async with self._opened_like() as like, open_weights_of(found, self._options, like, ranks) as new:
             await self._versions.remove_leftovers(self._engine.token(6))
+            wanted = (new.manifest.attempt, new.digest)
             while True:
-                newest = await self._versions.newest()
-                if newest is not None and _is_published(newest, new):
+                newest = await self._versions.newest(self._newest)
+                self._newest = -1 if newest is None else newest.number
+                if newest is not None and not full and (newest.notes.attempt, newest.notes.layout) == wanted:
                     return newest
                 if newest is not None:
                     await self._versions.remove_others(newest)  # of ranks that woke late, and died then
                 index = await self._write(newest, new, like, full)
+                self._newest += 1
                 if index is not None:
                     break
                 logger.warning("%s: another publisher has taken the version; the next one follows", self.url)
@@ -206,14 +202,15 @@ class Publisher:
         draft = self._versions.draft(folder)
         is_decided = False
         try:
-            writer = _writer(draft, new, base)
+            writer = VersionWriter(draft, new, base)
             files = {} if shares is None else shares.deal(new)
             if shares is None or len(files) == 1:
                 written = await writer.write(range(len(new.layout.files)))
             else:
                 written = await shares.write(draft, number, new, base is not None, files, writer.write)
             if base is None:
-                await self._write_companions(draft)
+                for name, data in (self._companions or {}).items():
+                    await self._backend.put(draft.key(name), data)
             notes = self._notes(new, written, None if base is None else base.version, folder)
             # In a store the files may be a version's from here on, whatever error comes.
             is_decided = not draft.hidden
@@ -245,7 +242,7 @@ class Publisher:
                 assert before is not None  # of the place that has the mark
                 weights = self._opened(before.notes.step, before.notes.attempt, like, request.ranks)
                 base = Base(await opened.enter_async_context(weights), before)
-            return await _writer(draft, new, base).write(request.files[self._engine.rank])
+            return await VersionWriter(draft, new, base).write(request.files[self._engine.rank])
 
     def _notes(self, new: StepWeights, written: WrittenFiles, before: VersionIndex | None, folder: str) -> VersionNotes:
         manifest: Manifest = new.manifest
@@ -283,10 +280,6 @@ class Publisher:
         finally:
             if folder is not self._options.like:
                 await folder.close()
-
-    async def _write_companions(self, draft: Draft) -> None:
-        for name, data in (self._companions or {}).items():
-            await self._backend.put(draft.key(name), data)
 
     # ------------------------------------------------------------------ what follows
 
@@ -334,15 +327,6 @@ class Publisher:
             changed=len(index.weight_map),
             seconds=seconds,
         )
-
-
-def _writer(draft: Draft, new: StepWeights, base: Base | None) -> VersionWriter:
-    weights, expected = (None, {}) if base is None else (base.weights, base.version.digests)
-    return VersionWriter(draft, new, weights, expected)
-
-
-def _is_published(newest: VersionIndex, new: StepWeights) -> bool:
-    return newest.notes.attempt == new.manifest.attempt and newest.notes.layout == new.digest
 
 
 async def _read_companions(folder: Backend) -> dict[str, bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,9 @@ class Patch(msgspec.Struct, frozen=True):
 class ReceivedVersion:
     """A version that is handed out; its folder does not change before the loop comes back.
 
+    Args:
+        changed: name → the frames of what changed in it, one for each delta; None stands for all of it.
+
     Attributes:
         version: its number; *step* of the run that its weights are of.
         folder: a Hugging Face folder.
@@ -38,8 +41,7 @@ class ReceivedVersion:
         self,
         copy: LocalCopy,
         target: VersionIndex,
-        changed: Sequence[str],
-        frames: Sequence[MappedTensors] | None,
+        changed: Mapping[str, Sequence[MappedTensors] | None],
         refuse: Callable[[], None],
     ) -> None:
         self.version: int = target.number
@@ -48,7 +50,6 @@ class ReceivedVersion:
         self.published_ns: int = target.notes.created_ns
         self._copy = copy
         self._changed = changed
-        self._frames = frames
         self._refuse = refuse
 
     def again(self) -> None:
@@ -66,17 +67,16 @@ class ReceivedVersion:
     def patches(self) -> Iterator[Patch]:
         """Yield the elements that have changed, tensor by tensor; whole ones where it did not come as deltas."""
         zstd = load_zstd()
-        for name in self._changed:
+        for name, frames in self._changed.items():
             local = self._copy.weights.tensors[name]
             raw = torch.from_numpy(self._copy.weights.view(name)).view(torch_dtype(local.entry.dtype))
-            if self._frames is None:
+            if frames is None:
                 yield Patch(name, None, raw.clone())
                 continue
             size = local.end - local.start
             xor = np.zeros(size, np.uint8)
-            for one in self._frames:
-                if name in one.tensors:
-                    xor ^= FrameReader(zstd, one.view(name).data, name).read(size)
+            for one in frames:
+                xor ^= FrameReader(zstd, one.view(name).data, name).read(size)
             differ = xor.reshape(-1, itemsize(local.entry.dtype)).any(axis=1)
             positions = torch.from_numpy(np.flatnonzero(differ))
             yield Patch(name, positions, raw[positions])

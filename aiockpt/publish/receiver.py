@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from aiockpt.errors import BlockingCallError, UsageError
+from aiockpt.format.document import digest128
 from aiockpt.futures import Future
 from aiockpt.options import check_amount
 from aiockpt.publish.frames import load_zstd
@@ -31,7 +32,7 @@ from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.world import World
 from aiockpt.session.checkpointer import Place
 from aiockpt.storage.address import parse_address
-from aiockpt.storage.backend import Backend
+from aiockpt.storage.backend import Backend, local_path
 from aiockpt.storage.open import open_backend
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -56,9 +57,7 @@ class VersionReceiver:
             while (version := self._next().result()) is not None:
                 yield version
         finally:
-            with suppress(
-                BlockingCallError
-            ):  # collected on a thread that must not wait; the interpreter's exit ends it
+            with suppress(BlockingCallError):  # on a thread that must not wait; the interpreter's exit ends it
                 self.close()
 
     async def __aiter__(self) -> AsyncGenerator[ReceivedVersion]:
@@ -127,8 +126,9 @@ def _path_of(folder: str | os.PathLike[str], what: str) -> Path:
 
 
 def _default_name(path: Path) -> str:
-    text = re.sub(r"[^A-Za-z0-9._-]", "-", f"{socket.gethostname()}-{path.name}")
-    return text[-64:].lstrip("._-") or "receiver"
+    whole = f"{socket.gethostname()}{path}"
+    text = re.sub(r"[^A-Za-z0-9._-]", "-", whole).lstrip("._-") or "receiver"
+    return text if len(text) <= 64 else f"{text[:55]}-{digest128(whole.encode())[-8:]}"
 
 
 def receive(
@@ -168,6 +168,8 @@ def receive(
     check_amount("receive", "every_s", every_s, " seconds")
     load_zstd()
     backend, copy = open_backend(url, world=(world := World())), LocalCopy(path)
+    if (place := local_path(backend.url)) is not None and place.resolve().is_relative_to(path.resolve()):
+        raise UsageError(f"{path} holds the versions themselves, at {place}: name another folder to receive into")
     base = None if base is None else _path_of(base, "receive() with base")
     with made_for_the_loop():
         reception = Reception(backend, copy, name, world, every_s=every_s, follow=follow, base=base)

@@ -214,9 +214,11 @@ class Reception:
         await self._downloads.drop(plan.deltas[0].number if plan.deltas else target.number + 1)
         self._chain.drop(plan.least)
         if is_whole:
-            return ReceivedVersion(self._copy, target, list(target.notes.tensors), None, self.refuse)
-        frames = [await self._downloads.fetch(index) for index in plan.deltas]
-        return ReceivedVersion(self._copy, target, list(plan.tensors), frames, self.refuse)
+            return ReceivedVersion(self._copy, target, dict.fromkeys(target.notes.tensors), self.refuse)
+        frames = {index.number: await self._downloads.fetch(index) for index in plan.deltas}
+        # Of each tensor its own deltas: one that was back at its old bytes meanwhile has fewer than others.
+        changed = {name: [frames[one.number] for one in how.deltas] for name, how in plan.tensors.items()}
+        return ReceivedVersion(self._copy, target, changed, self.refuse)
 
     async def end(self) -> None:
         """Remove the receiver's note."""

@@ -91,13 +91,13 @@ class Updater:
                 name: (await opened.header(number), reader.size)
                 for number, (name, reader, _) in enumerate(opened.files)
             }
-        await run_blocking(self._work, self._copy.create, full.notes.layout, files)
+        beside = {
+            name: await self._backend.get(stat.key, COMPANION_BYTES)
+            for stat in (await self._backend.list(full.folder)).objects
+            if is_companion(name := stat.key.rpartition("/")[2]) and stat.size <= COMPANION_BYTES
+        }
         self.digests = {}
-        for stat in (await self._backend.list(full.folder)).objects:
-            name = stat.key.rpartition("/")[2]
-            if is_companion(name) and stat.size <= COMPANION_BYTES:
-                data = await self._backend.get(stat.key, COMPANION_BYTES)
-                await run_blocking(self._work, (self._copy.path / name).write_bytes, data)
+        await run_blocking(self._work, self._copy.create, full.notes.layout, files, beside)
 
     async def apply(self, plan: UpdatePlan) -> None:
         """Make the folder that of the target.
@@ -124,9 +124,9 @@ class Updater:
         frames: dict[int, MappedTensors],
         target: VersionIndex,
     ) -> None:
-        self.digests.pop(name, None)  # torn, until it is verified
         if how.full is not None:
             async with self._reads:
+                self.digests.pop(name, None)
                 await fulls[how.full.folder].read(name, self._copy.weights.view(name).data)
         found = await run_blocking(self._work, self._change, name, how, frames)
         if found != target.notes.tensors[name][1]:
@@ -139,6 +139,7 @@ class Updater:
         self.digests[name] = found
 
     def _change(self, name: str, how: TensorPlan, frames: dict[int, MappedTensors]) -> str:
+        self.digests.pop(name, None)  # torn, until it is verified; not before its turn, which may not come
         view = self._copy.weights.view(name)
         if how.base is not None:
             np.copyto(view, self._base.view(self.base[how.base]))

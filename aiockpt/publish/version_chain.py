@@ -20,6 +20,9 @@ class VersionChain:
     async def newest(self) -> VersionIndex | None:
         """Return the newest version; None for an empty place."""
         self._there = await self._versions.list()
+        newest = max(self._there[CHAIN], default=-1)
+        # What had a higher number is gone: the place was begun anew.
+        self._known = {folder: index for folder, index in self._known.items() if index.number <= newest}
         for number in self._there[CHAIN]:
             if (index := await self._read(CHAIN, number)) is not None:
                 return index

@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
@@ -23,11 +23,11 @@ import xxhash
 
 from aiockpt.convert.folder_layout import FolderFile, WeightSpan, split_by_bytes
 from aiockpt.convert.publish import write_file
-from aiockpt.errors import CheckpointError
+from aiockpt.errors import CheckpointError, StorageError
 from aiockpt.format.safetensors import Entry, encode_header
 from aiockpt.options import MIB
 from aiockpt.pipeline.copy import Windows
-from aiockpt.publish.form import FileNote
+from aiockpt.publish.form import FileNote, VersionIndex
 from aiockpt.publish.frames import TensorSums, load_zstd
 from aiockpt.publish.step_weights import StepWeights
 from aiockpt.publish.versions import Draft
@@ -46,6 +46,13 @@ class BaseDiffersError(CheckpointError):
 
 class DeltaTooLargeError(CheckpointError):
     """So much has changed that a full version is the better one."""
+
+
+class Base(NamedTuple):
+    """The weights of the step that a version is of, and that version."""
+
+    weights: StepWeights
+    version: VersionIndex
 
 
 class WrittenFiles(msgspec.Struct, frozen=True):
@@ -100,20 +107,20 @@ class VersionWriter:
     Args:
         draft: where they lie.
         new: the weights to publish.
-        base: those of the version before, for a delta.
-        expected: the digests that the version before has recorded.
+        base: the version before, for a delta.
     """
 
-    def __init__(self, draft: Draft, new: StepWeights, base: StepWeights | None, expected: Mapping[str, str]) -> None:
+    def __init__(self, draft: Draft, new: StepWeights, base: Base | None) -> None:
         self._draft = draft
-        self._new, self._base = new, base
-        self._expected = expected
+        self._new = new
+        self._base = None if base is None else base.weights
+        self._expected = {} if base is None else base.version.digests
         self._zstd: Any = None if base is None else load_zstd()
         self._lanes = min(MOST_LANES, (os.cpu_count() or 1) + 1)
+        self._spools: list[_Spool] = []
         self._window_bytes = new.window_bytes(WINDOW_BYTES)
         self._windows = Windows(2 * self._lanes, self._window_bytes)
         self._work = Limiter("publication", self._lanes)
-        self._spools = [_Spool() for _ in range(self._lanes if base is not None else 0)]
         self._frame_bytes = 0
         self._sums: dict[str, TensorSums] = {}
         self._done = WrittenFiles({}, {}, {})
@@ -125,10 +132,15 @@ class VersionWriter:
             BaseDiffersError, DeltaTooLargeError: a full version must take its place.
         """
         try:
+            self._spools += [_Spool() for _ in range(self._lanes if self._base is not None else 0)]
             files = self._new.layout.files
             for number in numbers:
                 file, name = files[number], self._draft.name(number, len(files))
                 await (self._write_full if self._base is None else self._write_delta)(number, file, name)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(f"free space for temporary files, or name another folder as TMPDIR: {error}") from error
         finally:
             self._windows.close()
             for spool in self._spools:

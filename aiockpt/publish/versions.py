@@ -71,9 +71,12 @@ class Versions:
         except ObjectNotFoundError:
             return None
 
-    async def newest(self) -> VersionIndex | None:
-        """Return the newest version of the chain; one that was decided and not finished is finished first."""
-        for number in (await self.list())[CHAIN]:
+    async def newest(self, also: int = -1) -> VersionIndex | None:
+        """Return the newest version of the chain; one that was decided and not finished is finished first.
+
+        *also* is a number that is looked for even if it is not listed: some stores list what is new late.
+        """
+        for number in sorted({*(await self.list())[CHAIN], also} - {-1}, reverse=True):
             folder = version_folder(number)
             if (newest := await self.read(folder) or await self._finish(folder)) is not None:
                 return newest

@@ -682,7 +682,7 @@ class Checkpointer:
         """Publish the weights of a committed step as the next version at *dest*, for `aiockpt.receive` and for engines.
 
         The version is what has changed since the one before, where that one's step is still here; else it is a whole folder.
-        A step that is the newest version already is not published again. Concurrent calls follow each other.
+        A step that is the newest version already is published again with *full* only. Concurrent calls follow each other.
 
         Args:
             dest: a folder, a URL, a backend, or a `Publish` with further options.

@@ -80,6 +80,21 @@ def test_a_run_is_followed_from_another_process_until_a_signal(tmp_path: Path) -
     assert received(tmp_path / "pub", tmp_path / "got") == [(1, 1)]
 
 
+def test_multiples_are_published_that_other_steps_have_followed(tmp_path: Path) -> None:
+    saved(tmp_path / "run", 10, 11)
+    command = [*AIOCKPT, "publish", str(tmp_path / "run"), str(tmp_path / "pub"), "--follow", "--every", "10"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        try:
+            until(lambda: (tmp_path / "pub" / "weight_v000000").exists(), "the first version")
+            saved(tmp_path / "run", 12)
+            saved(tmp_path / "run", 19, 20, 21)
+            until(lambda: (tmp_path / "pub" / "weight_v000001").exists(), "the second version")
+        finally:
+            child.send_signal(signal.SIGTERM)
+        child.communicate(timeout=120)
+    assert received(tmp_path / "pub", tmp_path / "got") == [(1, 20)]
+
+
 def test_a_step_that_cannot_be_published_is_tried_again_without_a_newer_one(tmp_path: Path) -> None:
     saved(tmp_path / "run", 0)
     place, log = tmp_path / "pub", tmp_path / "log"

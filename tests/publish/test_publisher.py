@@ -3,12 +3,15 @@
 import json
 import logging
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,19 +22,21 @@ from aiockpt.convert import outbound, to_hugging_face
 from aiockpt.convert.casting import Cast, cast_all
 from aiockpt.engine.alone import Destination
 from aiockpt.engine.find import find_manifest
-from aiockpt.errors import StorageError
+from aiockpt.errors import CorruptionError, StorageError
 from aiockpt.events import PublicationFailed, VersionPublished
 from aiockpt.publish import publications, step_weights, version_files
 from aiockpt.publish.form import DECISION
 from aiockpt.publish.step_weights import open_weights_of
 from aiockpt.publish.versions import Versions
 from aiockpt.runtime.world import OsFiles, World
+from aiockpt.storage.backend import Listing
 from aiockpt.testing.faults import Fault, FaultyBackend
+from aiockpt.testing.recording import RecordingBackend
 from tests.publish.other_reader import OtherReader
 from tests.publish.policy import Policy, are_of, in_folder, publish, received, saved, state_of, weights_of
 from tests.run_python import run_python
 from tests.small_run import small_checkpointer
-from tests.watch import Lines, Watch
+from tests.watch import Lines, Watch, until
 
 
 def dead_name() -> str:
@@ -235,7 +240,51 @@ def test_a_step_that_is_the_newest_version_is_not_published_again(tmp_path: Path
         ckpt.save(3, state_of(3)).result()
         first = ckpt.publish(3, tmp_path / "pub").result()
         again = ckpt.publish(3, tmp_path / "pub").result()
-    assert (first.version, again.version, again.url) == (0, 0, first.url)
+        assert (first.version, again.version, again.url) == (0, 0, first.url)
+        assert ckpt.publish(3, tmp_path / "pub", full=True).result().version == 1
+
+
+def test_a_chain_that_is_broken_is_mended_by_a_full_version_of_its_last_step(tmp_path: Path) -> None:
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        for step in range(3):
+            ckpt.save(step, state_of(step)).result()
+            ckpt.publish(step, tmp_path / "pub").result()
+        shutil.rmtree(tmp_path / "pub" / "weight_v000001")
+        with pytest.raises(CorruptionError, match="publish a full one"):
+            received(tmp_path / "pub", tmp_path / "got")
+        ckpt.publish(2, tmp_path / "pub", full=True).result()
+    assert received(tmp_path / "pub", tmp_path / "got") == [(3, 2)]
+
+
+def test_without_a_folder_for_temporary_files_it_is_told_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publications, "FIRST_PAUSE_S", 0.01)
+    watch = Watch()
+    with small_checkpointer(tmp_path / "run", publish=tmp_path / "pub", observers=[watch]) as ckpt:
+        ckpt.save(0, state_of(0)).result()
+        watch.wait_for(VersionPublished)
+        with monkeypatch.context() as patch:
+            patch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+            ckpt.save(1, state_of(1)).result()
+            watch.wait_for(PublicationFailed)
+        assert "name another folder as TMPDIR" in watch.of(PublicationFailed)[0].error
+        until(lambda: len(watch.of(VersionPublished)) == 2, "the second version")
+    assert watch.of(VersionPublished)[1].kind == "delta"
+
+
+def test_a_place_that_lists_its_newest_version_late_gets_each_number_once(tmp_path: Path) -> None:
+    class Late(RecordingBackend):
+        async def list(self, prefix: str) -> Listing:
+            found = await super().list(prefix)
+            return found if prefix else msgspec.structs.replace(found, folders=found.folders[:-1])
+
+    place = Late(MemoryBackend())
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        for step in range(3):
+            ckpt.save(step, state_of(step)).result()
+            assert ckpt.publish(step, place).result().version == step
+    assert len([one for one in place.operations if one.verb == "create"]) == 3
 
 
 def test_two_places_of_one_name_have_a_publisher_each(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from aiockpt.publish.frames import FrameReader
 from aiockpt.publish.local_copy import LocalCopy
 from aiockpt.runtime.world import OsFiles
 from aiockpt.testing.faults import Fault, FaultyBackend
+from aiockpt.testing.recording import RecordingBackend
 from tests.publish.policy import are_of, damage_all, in_folder, publish, received, state_of, weights_of
 from tests.small_run import small_checkpointer
 from tests.watch import Lines, until
@@ -81,6 +82,24 @@ def test_only_the_newest_version_is_handed_out(tmp_path: Path) -> None:
     assert positions is not None
     assert torch.equal(positions, changed)
     versions.close()
+
+
+def test_patches_are_right_for_a_tensor_that_was_back_at_its_old_bytes_meanwhile(tmp_path: Path) -> None:
+    small = [[1.0, 2.0], [5.0, 2.0], [1.0, 2.0], [5.0, 9.0]]
+    options = aiockpt.Publish(tmp_path / "pub", prefix="model")
+    engine: dict[str, torch.Tensor] = {}
+    with small_checkpointer(tmp_path / "run") as ckpt:
+        versions = iter(aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02))
+        for step, values in enumerate(small):
+            weights = {"small": torch.tensor(values), "other": torch.zeros(5000)}
+            weights["other"][0] = min(step, 1)
+            ckpt.save(step, {"model": weights}).result()
+            ckpt.publish(step, options).result()
+            if step in (0, 3):
+                for patch in next(versions).patches():
+                    engine.setdefault(patch.name, patch.values)[patch.positions] = patch.values
+    versions.close()
+    assert engine["small"].tolist() == small[-1]
 
 
 def test_a_version_that_an_engine_did_not_take_comes_again_as_a_whole_or_the_newer_one(tmp_path: Path) -> None:
@@ -178,6 +197,41 @@ def test_a_receiver_that_died_while_it_made_the_files_makes_them_again(
     assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
 
 
+def test_files_beside_the_weights_are_there_also_after_an_outage(tmp_path: Path) -> None:
+    like = tmp_path / "like"
+    like.mkdir()
+    save_file(weights_of(0), like / "model.safetensors")
+    (like / "config.json").write_text("{}")
+    publish(tmp_path / "run", tmp_path / "pub", 0, like=like)
+    place = FaultyBackend(LocalBackend(tmp_path / "pub"), [Fault(do="fail", match="*config.json", times=None)])
+    with pytest.raises(aiockpt.StorageError):
+        received(place, tmp_path / "got")
+    assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
+    assert (tmp_path / "got" / "config.json").read_text() == "{}"
+
+
+def test_of_a_torn_tensor_no_other_one_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    place = RecordingBackend(LocalBackend(tmp_path / "pub"))
+    with aiockpt.receive(place, tmp_path / "got", every_s=0.02) as versions:
+        following = iter(versions)
+        assert next(following).version == 0
+        place.operations.clear()
+        (path,) = (tmp_path / "got").glob("*.safetensors")
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+        with path.open("r+b") as file:
+            file.seek(start + header["embed.weight"]["data_offsets"][0])  # the first that is updated
+            file.write(b"torn")
+        publish(tmp_path / "run", tmp_path / "pub", 1)
+        assert next(following).version == 1
+        assert are_of(in_folder(tmp_path / "got"), 1)
+    full = [one for one in place.operations if one.verb == "reader.read" and "weight_v000000" in one.key]
+    assert [one.size for one in full if one.offset >= start] == [64 * 96 * 2]
+
+
 def test_a_damaged_delta_is_refused_before_the_folder_changes_and_a_full_version_goes_past_it(tmp_path: Path) -> None:
     publish(tmp_path / "run", tmp_path / "pub", 0)
     assert received(tmp_path / "pub", tmp_path / "got") == [(0, 0)]
@@ -235,6 +289,33 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
         aiockpt.receive(tmp_path / "pub", tmp_path / "new", base="s3://bucket/model")
     with pytest.raises(aiockpt.UsageError, match="as in rollout-3"):
         aiockpt.receive(tmp_path / "pub", tmp_path / "got", name="a/b")
+
+
+def test_the_folder_of_the_versions_is_not_received_into(tmp_path: Path) -> None:
+    (tmp_path / "pub").mkdir()
+    for folder in (tmp_path, tmp_path / "pub"):
+        with pytest.raises(aiockpt.UsageError, match="holds the versions themselves"):
+            aiockpt.receive(tmp_path / "pub", folder)
+
+
+def test_a_refused_folder_can_be_received_into_once_it_is_empty(tmp_path: Path) -> None:
+    assert received(tmp_path / "pub", tmp_path / "got") == []
+    (tmp_path / "got" / "notes.txt").touch()
+    with pytest.raises(aiockpt.UsageError, match=r"holds notes\.txt"):
+        received(tmp_path / "pub", tmp_path / "got")
+    (tmp_path / "got" / "notes.txt").unlink()
+    assert received(tmp_path / "pub", tmp_path / "got") == []
+
+
+def test_receivers_of_two_folders_have_a_name_each(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0)
+    folders = [tmp_path / above / "policy" for above in ("a", "b", "a" * 99, "b" * 99)]
+    receivers = [iter(aiockpt.receive(tmp_path / "pub", folder)) for folder in folders]
+    for versions in receivers:
+        next(versions)
+    assert len(list((tmp_path / "pub" / "receivers").iterdir())) == 4
+    for versions in receivers:
+        versions.close()
 
 
 def test_after_a_power_cut_the_index_is_there_only_beside_its_tensors(
@@ -298,6 +379,20 @@ def test_a_receiver_follows_a_place_that_is_begun_anew(tmp_path: Path) -> None:
         version = next(following)
         assert (version.version, version.step) == (2, 7)
         assert are_of(in_folder(version.folder), 7)
+
+
+def test_a_place_begun_anew_comes_to_a_number_that_was_there_before(tmp_path: Path) -> None:
+    publish(tmp_path / "run", tmp_path / "pub", 0, 1)
+    with aiockpt.receive(tmp_path / "pub", tmp_path / "got", every_s=0.02) as versions, Lines() as lines:
+        following = iter(versions)
+        assert next(following).version == 1
+        shutil.rmtree(tmp_path / "pub")
+        for step in (5, 6):
+            publish(tmp_path / "run", tmp_path / "pub", step)
+            version = next(following)
+            assert (version.version, version.step) == (step - 5, step)
+            assert are_of(in_folder(version.folder), step)
+    assert not [line for line in lines.said if "cannot be received" in line]
 
 
 def test_another_model_gets_another_folder_layout(tmp_path: Path) -> None:

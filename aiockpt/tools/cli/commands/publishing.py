@@ -83,17 +83,22 @@ def _follow(root: str, options: Publish, as_json: bool) -> None:
 
     name = f"publish-{digest128(str(options.dest).encode())[-12:]}"
     with ended_by_signals(), open_checkpointer(root) as ckpt:
+        last = None
         for step in ckpt.watch(name, every_s=1.0, newest=True):
-            if options.every is not None and step.step % options.every:
+            # Between two looks a multiple may come, and be followed by other steps.
+            valid = ((one.step, one.created_ns) for one in ckpt.steps().result() if one.problem is None)
+            due = next((one for one in valid if one[0] % (options.every or 1) == 0), None)
+            if due is None or due == last:
                 continue
             try:
-                done = finish(ckpt.publish(step.step, options))
+                done = finish(ckpt.publish(due[0], options))
             except UsageError:
                 raise
             except CheckpointError as error:
-                show.problem(f"step {step.step} is not published, and is tried again: {error}")
+                show.problem(f"step {due[0]} is not published, and is tried again: {error}")
                 step.again()
                 continue
+            last = due
             show.json_or(as_json, done, partial(_show, done))
 
 
@@ -124,23 +129,16 @@ def receive(
     """Keep a folder at the newest published version, verified; the folder does not change while the command runs."""
     from aiockpt.publish.receiver import receive as receive_versions
 
-    failed = False
     versions = receive_versions(url, folder, name=name, every_s=every, follow=not once, base=base)
     with closing(versions), ended_by_signals():
         for version in versions:
             show.say(f"{show.mark(True)} version {version.version}, of step {version.step}: {escape(str(folder))}")
-            variables = {
-                "AIOCKPT_VERSION": str(version.version),
-                "AIOCKPT_STEP": str(version.step),
-                "AIOCKPT_FOLDER": str(version.folder),
-            }
+            variables = {f"AIOCKPT_{one.upper()}": str(getattr(version, one)) for one in ("version", "step", "folder")}
             if command is not None:
                 status = subprocess.run(command, shell=True, env={**os.environ, **variables}, check=False).returncode
                 if status:
-                    failed = True
                     more = "" if once else "; it is tried again"
                     show.problem(f"version {version.version}: the command ended with {status}{more}")
-                    if not once:
-                        version.again()
-    if failed:
-        raise typer.Exit(DAMAGED)
+                    if once:
+                        raise typer.Exit(DAMAGED)
+                    version.again()
