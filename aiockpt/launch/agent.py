@@ -126,7 +126,8 @@ class WatchedAgent(_Untyped):  # type: ignore[misc]
             self.watch.leave()
         self._failed = False
         self._stop_workers(worker_group)
-        time.sleep(self._pause_s)
+        pause_s, self._pause_s = self._pause_s, 0.0
+        time.sleep(pause_s)
         super()._restart_workers(worker_group)
 
     def _decide(self, failure: TrainerFailure) -> None:

@@ -6,6 +6,7 @@ all ranks have stood at the same place in all samples over `PERIOD_S`, or `STEPS
 Guarantees, without ``hang_s``:
 
 - Nothing is noticed before the third step, nor after a checkpointer is closed.
+- A process that is not seen is no hang, with ``hang_s`` neither: its script may do something else.
 - A process that is *busy* is no hang: its training thread moves; it computes, reads or writes; it waits for a program that
   it has started; it wakes again and again, so it polls for something outside; what it waits for in aiockpt goes on. A
   device that hangs keeps the thread computing, as a rule: torch's own watchdog ends that.
@@ -58,6 +59,8 @@ class StackSample(msgspec.Struct, frozen=True, kw_only=True):
         wakes: how often its main thread has waited.
         beside_s: when the engine did something in the background.
         waits_for: what its frames show.
+        gone: whether the process that has told of this rank is not seen here: it has ended or become another program, below
+            a script that goes on, or is in a container.
     """
 
     place: tuple[str, ...]
@@ -66,6 +69,7 @@ class StackSample(msgspec.Struct, frozen=True, kw_only=True):
     wakes: int = 0
     beside_s: float = 0.0
     waits_for: WaitsFor = ""
+    gone: bool = False
 
 
 class StallNotice(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,6 +205,8 @@ class Detector:
 
     def _moved(self, window: list[tuple[float, StackSample]], now_s: float, sample: StackSample) -> str:
         """Return why a process is no longer where its *window* saw it; empty where it stands."""
+        if sample.gone:
+            return "its process is gone, or in a container"
         if not window:
             return ""
         first, (before_s, before) = window[0][1], window[-1]

@@ -1,13 +1,15 @@
 """The check of one node: memory, disk, loopback and devices, against the figures of its last healthy check and its peers'.
 
-A node is named when a probe fails, or is more than `FACTOR` times slower. The report is a JSON file that schedulers can
-read; it keeps the figures of the last healthy check.
+A node is named when a probe fails or ends its process, or is more than `FACTOR` times slower. The report is a JSON file that
+schedulers can read; it keeps the figures of the last healthy check.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +21,7 @@ import msgspec
 import torch
 
 from aiockpt.format.document import described
+from aiockpt.launch.telling import name_status
 from aiockpt.runtime.progress import write_whole
 from aiockpt.units import speed
 
@@ -28,6 +31,8 @@ PEER_FAILED = 6
 """That of a rank in the check of all together which others have left."""
 FACTOR = 2.0
 REPEATS = 3
+CHECK_S = 600.0
+"""For the check of a node, after which one of its devices hangs."""
 MEMORY_BYTES, DISK_BYTES, LOOPBACK_BYTES = 128 << 20, 64 << 20, 64 << 20
 MATMUL_SIZE = 4096
 
@@ -49,12 +54,34 @@ class NodeReport(msgspec.Struct, kw_only=True):
     healthy: bool = True
 
 
+def check_node_apart(folder: Path) -> NodeReport:
+    """Call `check_node`; where there are devices in another process, which frees them: they may be for one alone."""
+    if not torch.cuda.is_available():
+        return check_node(folder)
+    program = "import sys; from aiockpt.launch import node_check; node_check.main(sys.argv[1])"
+    checking = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE)
+    try:
+        output, _ = checking.communicate(timeout=CHECK_S)
+        if not checking.returncode:
+            return _decoder.decode(output.splitlines()[-1])
+        problem = f"the check ended with {name_status(checking.returncode)}"
+    except subprocess.TimeoutExpired:
+        checking.kill()  # and not waited for: it may stand in the kernel
+        problem = f"the check has not ended after {CHECK_S:.0f} s: a device hangs, perhaps"
+    report = _begin_report(folder)
+    report.problems.append(problem)
+    _keep_report(folder, report)
+    return report
+
+
+def main(folder: str) -> None:
+    """Check this node, and print the report."""
+    sys.stdout.write(f"\n{msgspec.json.encode(check_node(Path(folder))).decode()}\n")
+
+
 def check_node(folder: Path) -> NodeReport:
     """Probe this node, its disk in *folder*, compare it with its last healthy check, and write the report."""
-    report = NodeReport(host=socket.gethostname(), time_s=time.time(), figures={})
-    with suppress(OSError, msgspec.DecodeError):
-        before = _decoder.decode(report_path(folder, report.host).read_bytes())
-        report.reference = before.figures if before.healthy else before.reference
+    report = _begin_report(folder)
     for name, probe in _probes(folder).items():
         try:
             # The best: another program may have the machine for a moment, and a slow node is always slow.
@@ -62,12 +89,25 @@ def check_node(folder: Path) -> NodeReport:
         except Exception as error:  # noqa: BLE001  whatever a probe raises, the node fails it
             report.problems.append(f"{name}: failed: {error}")
     report.problems += find_slower(report.figures, report.reference, "its last check")
+    _keep_report(folder, report)
+    return report
+
+
+def _begin_report(folder: Path) -> NodeReport:
+    """Return a report with the figures of the last healthy check."""
+    report = NodeReport(host=socket.gethostname(), time_s=time.time(), figures={})
+    with suppress(OSError, msgspec.DecodeError):
+        before = _decoder.decode(report_path(folder, report.host).read_bytes())
+        report.reference = before.figures if before.healthy else before.reference
+    return report
+
+
+def _keep_report(folder: Path, report: NodeReport) -> None:
     try:
         write_report(folder, report)
     except OSError as error:
         report.problems.append(f"the report cannot be written: free space in {folder}, or name another one: {error}")
         report.healthy = False
-    return report
 
 
 def report_path(folder: Path, host: str) -> Path:

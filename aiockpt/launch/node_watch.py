@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,9 +55,16 @@ Agree = Callable[[bool], bool]
 
 
 def say(text: str) -> None:
-    """Write lines for people, on standard error."""
-    sys.stderr.write("".join(f"aiockpt run: {line}\n" for line in text.splitlines()))
-    sys.stderr.flush()
+    """Write lines for people, on standard error; a training does not end with who reads them."""
+    try:
+        sys.stderr.write("".join(f"aiockpt run: {line}\n" for line in text.splitlines()))
+        sys.stderr.flush()
+    except BrokenPipeError:  # what stays in its buffer would be the exit status
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stderr.fileno())
+        os.close(null)
+    except OSError:
+        pass
 
 
 class _TrainerLook(msgspec.Struct):
@@ -129,7 +136,10 @@ class NodeWatch:
         if number:
             self._attempt.restart_s = now_s - self._started_s - self._attempt.lasted_s
         memory = self._shared / f"attempt-{number}"
-        memory.mkdir()
+        try:
+            memory.mkdir()
+        except OSError as error:  # full, or removed when the user's last login session has ended
+            self._report(f"the progress of the trainers is not seen: {error}")
         os.environ[FOLDER] = str(memory)
         self._trainers, self._agree, self._started_s = Trainers(memory, ranks), agree, now_s
         self._detector, self._records = Detector(hang_s=self._hang_s), {}
@@ -252,8 +262,9 @@ class NodeWatch:
             self._stall = self.launch.stalls[-1] = self._as_stall(self._detector.noticed, samples)
             self._report(telling.of_stall(self._stall, self._records, samples, verdict, hang_s=self._hang_s))
             self.write()
-        # A rank that has told nothing may be at work.
-        if not self._agree(verdict.hung and len(samples) == len(self._trainers.ranks)):
+        # A rank that has told nothing may be at work, or one that is not watched.
+        seen = len(samples) == len(self._trainers.ranks) and not self._trainers.has_others()
+        if not self._agree(verdict.hung and seen):
             return None
         behind = telling.find_behind(self._records, samples) or tuple(samples)
         self._report(telling.of_hang(behind, self._records, now_s))
@@ -292,10 +303,13 @@ class NodeWatch:
         running = {rank: pid for rank, pid in pids.items() if _runs(pid)}
         self._signalled |= running.keys()
         looks: dict[int, _TrainerLook] = {}
+        records = self._trainers.read()
         if running:
-            self._trainers.request_stacks(self._trainers.read())
-        for pid in running.values():
-            os.kill(pid, number)
+            self._trainers.request_stacks(records)
+        for rank, pid in running.items():
+            # The workers of a trainer that may save outlive it; below a script, all are told, as by torch's agent.
+            is_trainer = rank in records and records[rank].pid == pid
+            (os.kill if is_trainer else _signal_group)(pid, number)
         began_s = looked_s = time.monotonic()
         while running and (now_s := time.monotonic()) < began_s + timeout_s:
             if now_s >= looked_s + LOOKS_APART_S:
@@ -303,21 +317,24 @@ class NodeWatch:
                 for rank, where in self._find_standing(running, looks, now_s, failed=failed):
                     if _runs(pid := running[rank]):
                         self._report(f"rank {rank} stands still, and has nothing to save: it is killed at {where}")
-                        os.kill(pid, signal.SIGKILL)
+                        _signal_group(pid, signal.SIGKILL)
             time.sleep(ENDS_APART_S)
-            running = {rank: pid for rank, pid in running.items() if _runs(pid)}
+            for rank in [rank for rank, pid in running.items() if not _runs(pid)]:
+                _signal_group(running.pop(rank), number)
 
     def _find_standing(
-        self, ranks: Iterable[int], looks: dict[int, _TrainerLook], now_s: float, *, failed: bool
+        self, pids: Mapping[int, int], looks: dict[int, _TrainerLook], now_s: float, *, failed: bool
     ) -> Iterator[tuple[int, str]]:
-        """Yield those of *ranks* that stand where they were at first, and can save nothing any more, with that place."""
+        """Yield the ranks of *pids* that stand where they were at first, and can save nothing any more, with that place."""
         records = self._trainers.read()
         samples = self._trainers.sample(records)
-        for rank in ranks & records.keys():
+        for rank in pids.keys() & records.keys():
             place, record = samples[rank].place, records[rank]
             look = looks.setdefault(rank, _TrainerLook(place, now_s - LOOKS_APART_S))
             look.add(place, now_s)
-            stands = look.stands_for(now_s) >= STANDS_S and samples[rank].waits_for != "aiockpt"
+            # Below another launcher, which would be killed, the trainers would go on without it.
+            stands = record.pid == pids[rank] and look.stands_for(now_s) >= STANDS_S
+            stands = stands and samples[rank].waits_for != "aiockpt"
             if stands and not record.pending and (failed or record.disagreed):
                 yield rank, telling.in_short(place)
         self._trainers.request_stacks(records)
@@ -386,6 +403,12 @@ def _runs(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
         return False
+
+
+def _signal_group(pid: int, number: int) -> None:
+    """Send a signal to a child that is not waited for yet, and to all in its process group if it leads one."""
+    with suppress(OSError):
+        (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, number)
 
 
 def remove_orphans(parent: Path) -> None:

@@ -30,7 +30,7 @@ from aiockpt.launch.node_check import (
     PEER_FAILED,
     UNHEALTHY,
     NodeReport,
-    check_node,
+    check_node_apart,
     in_words,
     read_report,
     report_path,
@@ -129,7 +129,7 @@ def check_nodes(options: argparse.Namespace, folder: Path, keep: list[WatchedAge
     Args:
         keep: gets agents that are to live until the trainers are started: one of them may host the store of the rendezvous.
     """
-    report = check_node(folder)
+    report = check_node_apart(folder)
     if report.healthy and not _is_static(options):
         report = _check_together(options, folder, report, keep)
     _report(report, folder)

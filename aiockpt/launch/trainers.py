@@ -1,8 +1,8 @@
 """The trainers of one attempt on this node, seen from outside: their records, their stacks, what the kernel counts.
 
-Guarantees: only a process that has told its id in a progress record is signalled, and only in a stall; the stack of its
-training thread comes from a handler in C, so also where the interpreter is held. Python's calls of the system go on; a
-``sleep`` in C returns early. What cannot be read is empty.
+Guarantees: only a process that has told its id in a progress record is signalled, only in a stall, and only while it
+handles that signal; the stack of its training thread comes from a handler in C, so also where the interpreter is held.
+Python's calls of the system go on; a ``sleep`` in C returns early. What cannot be read is empty.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Trainers:
         """Have the training threads write their stacks."""
         for rank, record in records.items():
             self._read_new(self._paths[rank].with_suffix(".stacks"))
-            with suppress(OSError):
-                # The kernel has this very thread handle it, where that can.
-                os.kill(record.thread, STACKS)
+            if _handles_request(record):
+                with suppress(OSError):
+                    # The kernel has this very thread handle it, where that can.
+                    os.kill(record.thread, STACKS)
 
     def sample(self, records: Mapping[int, ProgressRecord]) -> dict[int, StackSample]:
         """Return a look at each process: its place is what it has written since the request."""
@@ -63,6 +64,7 @@ class Trainers:
             wakes=_sum(f"{proc}/status", "voluntary_ctxt_switches"),
             beside_s=record.beside_s,
             waits_for=_waits_for(place),
+            gone=not _handles_request(record),
         )
 
     def notes(self) -> Iterator[tuple[int, str]]:
@@ -80,6 +82,11 @@ class Trainers:
         rank = min(written, key=written.__getitem__)
         kind, where, *_ = [*_read(str(paths[rank])).splitlines(), "", ""]
         return rank, kind, where
+
+    def has_others(self) -> bool:
+        """Return whether processes have told of other ranks, as those of a launcher below this one do."""
+        known = {path.with_suffix(".progress") for path in self._paths.values()}
+        return any(path not in known for path in self._folder.glob("*.progress"))
 
     def urls(self) -> tuple[str, ...]:
         """Return where they save."""
@@ -123,6 +130,15 @@ def find_place(text: str) -> tuple[str, ...]:
         else:
             frames.clear()
     return tuple(frames)
+
+
+def _handles_request(record: ProgressRecord) -> bool:
+    """Return whether the thread of a record handles `STACKS`, which ends any other process.
+
+    The id may be that of another process by now, or that of one in a container, which is another's here.
+    """
+    caught = _find(f"/proc/{record.pid}/task/{record.thread}/status", "SigCgt") or "0"
+    return bool(int(caught, 16) >> (STACKS - 1) & 1)
 
 
 def _waits_for(place: tuple[str, ...]) -> WaitsFor:

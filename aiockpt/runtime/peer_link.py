@@ -337,8 +337,12 @@ def find_address(network: str | None, store: Any) -> str:
     if network is None:
         while (inner := getattr(store, "underlying_store", None)) is not None:
             store = inner
-        host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
-        return _towards(str(host)) if host else _towards(socket.gethostname())
+        host = str(getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname())
+        address = _towards(host)
+        if address.startswith(_LOOPBACK) and not host.startswith((*_LOOPBACK, "localhost")):
+            # Debian's /etc/hosts gives the own name to the loopback, where other hosts reach nobody.
+            return _towards(_ELSEWHERE)
+        return address
     try:
         socket.inet_pton(socket.AF_INET6 if ":" in network else socket.AF_INET, network)
     except OSError:
@@ -354,6 +358,11 @@ def _towards(host: str) -> str:
             probe.connect(there)
             return str(probe.getsockname()[0])
     return "127.0.0.1"
+
+
+_LOOPBACK = "127.", "::1"
+_ELSEWHERE = "192.0.2.1"
+"""An address that no host has (RFC 5737): packets to it take the default route."""
 
 
 def _of_interface(name: str) -> str:

@@ -161,7 +161,8 @@ class ProgressWriter:
         self._path, self._pid = rank_path(folder, rank), os.getpid()
         # Exclusively: a program that the trainer starts inherits its environment, and is no trainer.
         with self._path.with_suffix(".progress").open("x+b") as file:
-            file.truncate(_SIZE)
+            # A full file system refuses it here; a page of a hole would end the process when it is written.
+            os.posix_fallocate(file.fileno(), 0, _SIZE)
             self._memory = mmap.mmap(file.fileno(), _SIZE)
         stacks = os.open(self._path.with_suffix(".stacks"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         before = signal.getsignal(STACKS)
@@ -208,7 +209,7 @@ class ProgressWriter:
         """Tell what the engine has done; of what people should know, a line for the launcher."""
         match event:
             case Opened():
-                self._path.with_suffix(".urls").write_text("\n".join(event.urls))
+                self._append(".urls", "".join(f"{url}\n" for url in event.urls))
             case SaveStarted():
                 self._saving.add(event.step)
                 self._write_beside(f"save of step {event.step}")
@@ -222,9 +223,10 @@ class ProgressWriter:
             case StageEnded():
                 self._write_beside(f"{event.operation} of step {event.step}: {event.stage}")
             case StragglerFound():
-                self._note(f"rank {event.rank} is slow in {event.stage}: {event.cause}")
+                self._append(".notes", f"rank {event.rank} is slow in {event.stage}: {event.cause}\n")
             case NotFiniteFound():
-                self._note(f"step {event.step} has numbers that are not finite: {', '.join(event.tensors)[:200]}")
+                names = ", ".join(event.tensors)[:200]
+                self._append(".notes", f"step {event.step} has numbers that are not finite: {names}\n")
 
     def end_together(self) -> None:
         """Tell that this process, if it is told to end, saves with all ranks or not at all."""
@@ -243,9 +245,10 @@ class ProgressWriter:
             what = self._commits, pending, self._disagreed, time.monotonic(), text.encode()[:48]
             _BESIDE.pack_into(self._memory, _BESIDE_AT, number, *what, number)
 
-    def _note(self, text: str) -> None:
-        with self._path.with_suffix(".notes").open("a") as file:
-            file.write(text + "\n")
+    def _append(self, suffix: str, text: str) -> None:
+        # An observer that raises is called no more: the launcher would see no commit, and stop the run.
+        with suppress(OSError), self._path.with_suffix(suffix).open("a") as file:
+            file.write(text)
 
     def _note_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == self._pid:

@@ -15,6 +15,7 @@ from torch.distributed.launcher import api as launcher_api
 
 from aiockpt.launch.agent import ENDED, RUNNING, STANDING, WatchedAgent, renew_store, watched
 from aiockpt.launch.node_watch import SHARED, NodeWatch, remove_orphans
+from aiockpt.launch.restart_policy import NextStart
 
 
 def meet(handler: RendezvousHandler) -> tuple[int, bool]:
@@ -91,6 +92,19 @@ def test_a_start_takes_back_that_all_ranks_of_a_node_hang(monkeypatch: pytest.Mo
     for node in nodes:
         node._start_workers(node._worker_group)
     assert not nodes[0]._agree(STANDING)
+
+
+def test_a_restart_for_another_node_waits_for_no_failure_of_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalElasticAgent, "_restart_workers", lambda self, worker_group: None)
+    monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, worker_group: None)
+    pauses: list[float] = []
+    monkeypatch.setattr("aiockpt.launch.agent.time.sleep", pauses.append)
+    node: Any = object.__new__(WatchedAgent)
+    node.watch = SimpleNamespace(leave=lambda: None, fail=lambda failure: NextStart(pause_s=30.0))
+    node._decide(None)
+    for _ in range(2):
+        node._restart_workers(None)
+    assert pauses == [30.0, 0.0]
 
 
 def test_torch_s_own_agent_is_back_after_the_block() -> None:

@@ -48,9 +48,9 @@ class Stalled:
             self.now_s += 0.1
             if self.detector.is_sample_due(self.now_s):
                 quiet_s = self.now_s - self.since_s
-                grown = {name: type(rate)(rate * quiet_s) for name, rate in rates.items() if not isinstance(rate, str)}
-                named = {name: value for name, value in rates.items() if isinstance(value, str)}
-                sample = StackSample(place=STANDS.place, **{"wakes": 0, **grown, **named})
+                fixed = {name: value for name, value in rates.items() if isinstance(value, str | bool)}
+                grown = {name: type(rate)(rate * quiet_s) for name, rate in rates.items() if name not in fixed}
+                sample = StackSample(place=STANDS.place, **{"wakes": 0, **grown, **fixed})
                 verdict = self.detector.add(self.now_s, {0: StackSample(place=COLLECTIVE), 1: sample})
         return verdict
 
@@ -98,6 +98,14 @@ def test_a_busy_process_is_never_hung(rates: dict[str, Any], why: str) -> None:
     assert verdict is not None
     assert not verdict.hung
     assert verdict.why[1] == why
+
+
+@pytest.mark.parametrize("hang_s", [None, 10.0])
+def test_a_process_that_is_not_seen_is_never_hung(hang_s: float | None) -> None:
+    verdict = Stalled(hang_s=hang_s).decide(gone=True)
+    assert verdict is not None
+    assert not verdict.hung
+    assert verdict.why[1] == "its process is gone, or in a container"
 
 
 def test_a_wait_in_aiockpt_is_given_its_own_deadlines() -> None:

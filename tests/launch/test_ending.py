@@ -1,19 +1,22 @@
 """Trainers that are told to end: which of them the launcher kills before torch's agent does, and whose end is a failure."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from aiockpt.launch import node_watch
-from aiockpt.launch.node_watch import NodeWatch
+from aiockpt.launch.node_watch import NodeWatch, say
 from aiockpt.launch.trainers import NO_ANSWER, Trainers
-from aiockpt.runtime.progress import ProgressRecord, rank_path
+from aiockpt.runtime.progress import FOLDER, ProgressRecord, rank_path
+from tests.docs.pages import ROOT
+from tests.watch import until
 
 TRAINER = """
 import random, signal, sys, threading, time
@@ -53,6 +56,21 @@ stand()
 """
 
 
+SCRIPT = "sleep 1000 & echo $! > child; wait"
+SAVES = """
+import pathlib, signal, subprocess, threading
+from aiockpt.runtime.progress import find_progress
+told = threading.Event()
+signal.signal(signal.SIGTERM, lambda *of: told.set())
+worker = subprocess.Popen(["sleep", "1000"])
+find_progress().mark("train", 3)
+pathlib.Path("child").write_text(f"{worker.pid}\\n")
+told.wait()
+assert worker.poll() is None
+pathlib.Path("outlived").touch()
+"""
+
+
 @contextmanager
 def told_to_end(
     folder: Path, told: str, timeout_s: float, *, failed: bool
@@ -85,6 +103,62 @@ def test_the_stack_of_another_thread_is_no_answer(tmp_path: Path) -> None:
         trainers = Trainers(tmp_path, [0])
         place = trainers.sample({0: ProgressRecord(pid=os.getpid(), thread=os.getpid())})[0].place
         assert place[0].startswith(answer)
+
+
+def is_there(pid: int) -> bool:
+    """Return whether a process is there that has not ended."""
+    with suppress(OSError):
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    return False
+
+
+@pytest.mark.parametrize(
+    ("command", "outlives"), [(["bash", "-c", SCRIPT], False), ([sys.executable, "-c", SAVES], True)]
+)
+def test_what_a_trainer_has_started_ends_with_it(tmp_path: Path, command: list[str], outlives: bool) -> None:
+    """Below a script it may be the trainer; a trainer that has told of itself may need its workers until its end."""
+    watch = NodeWatch(tmp_path / "run", "run", report=lambda _: None)
+    watch.begin_attempt([0], 1)
+    child = tmp_path / "child"
+    with subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, "RANK": "0", "PYTHONPATH": str(ROOT)}, start_new_session=True
+    ) as trainer:
+        until(lambda: child.exists() and child.read_text().endswith("\n"), "the child")
+        watch.end_trainers({0: trainer.pid}, signal.SIGTERM, 30, failed=True)
+        assert trainer.poll() is not None
+        until(lambda: not is_there(int(child.read_text())), "the end of the child")
+    assert (tmp_path / "outlived").exists() == outlives
+    watch.end("ended")
+
+
+def test_a_rank_that_is_not_watched_may_be_at_work(tmp_path: Path) -> None:
+    """Under a launcher below this one."""
+    trainers = Trainers(tmp_path, [0])
+    rank_path(tmp_path, 0).with_suffix(".progress").touch()
+    assert not trainers.has_others()
+    rank_path(tmp_path, 1).with_suffix(".progress").touch()
+    assert trainers.has_others()
+
+
+def test_a_start_whose_progress_cannot_be_told_is_one_all_the_same(tmp_path: Path) -> None:
+    lines: list[str] = []
+    watch = NodeWatch(tmp_path / "run", "run", report=lines.append)
+    watch.begin_attempt([0], 1)
+    shutil.rmtree(Path(os.environ[FOLDER]).parent)
+    watch.begin_attempt([0], 1)
+    assert watch.poll() is None
+    assert "the progress of the trainers is not seen" in lines[0]
+    watch.end("ended")
+
+
+def test_nobody_needs_to_read_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here = os.pipe()
+    os.close(there)
+    with os.fdopen(here, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        say("told")
+        say("told again")
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize(

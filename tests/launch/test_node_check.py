@@ -130,6 +130,18 @@ def test_nodes_that_are_alike_begin_together(tmp_path: Path) -> None:
     assert [each.launch.attempts[-1].world_size for each in done] == [2, 2]
 
 
+def test_a_check_that_ends_its_process_is_that_of_a_node_that_stays_away(tmp_path: Path) -> None:
+    """And a healthy one leaves its devices to the trainers: they may be for one process alone."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os; from aiockpt.launch import node_check; node_check._probes = lambda _: os.abort()\n"
+        "import torch; torch.cuda.is_available = lambda: True"
+    )
+    done = finish(tmp_path, start(tmp_path, ["--check", TRAINER], PYTHONPATH=str(tmp_path)))
+    assert done.status == UNHEALTHY, done.output
+    assert "stays away: the check ended with signal SIGABRT" in done.output
+    assert not read_report(tmp_path / "aiockpt-run", HOST).healthy
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_ranks_are_checked_before_the_start(tmp_path: Path, ranks: int) -> None:
     own = ["--check", "--standalone", "--nproc-per-node", ranks, TRAINER, tmp_path / "place", 4, "none"]

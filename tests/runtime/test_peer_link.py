@@ -9,15 +9,29 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import anyio.to_thread
 import pytest
 
 from aiockpt.runtime import peer_link
-from aiockpt.runtime.peer_link import TOKEN_BYTES, RangeReply, TcpNetwork
+from aiockpt.runtime.peer_link import TOKEN_BYTES, RangeReply, TcpNetwork, find_address
 
 LOCAL = "127.0.0.1"
+
+
+def test_a_host_whose_name_is_that_of_the_loopback_is_reached_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian writes /etc/hosts."""
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *more, **named: resolve({"node-0": "127.0.1.1"}.get(host, host), *more, **named),
+    )
+    elsewhere = find_address(None, SimpleNamespace(host="192.0.2.1"))
+    assert find_address(None, SimpleNamespace(host="node-0")) == elsewhere
+    assert find_address(None, SimpleNamespace(host="localhost")) == LOCAL
 
 
 class Echo:

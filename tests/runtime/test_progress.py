@@ -1,6 +1,8 @@
 """Progress records: written by a trainer, read by its launcher."""
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -35,6 +37,13 @@ marks.mark("train", 3)
 def wait_here():
     threading.Event().wait()
 wait_here()
+"""
+
+BECOMES_ANOTHER = """
+import os, sys
+from aiockpt.runtime.progress import find_progress
+find_progress().mark("train", 3)
+os.execvp("sleep", ["sleep", "1000"])
 """
 
 BUSY = """
@@ -177,6 +186,39 @@ def test_a_look_at_a_busy_process_does_not_end_it(tmp_path: Path) -> None:
         finally:
             trainer.kill()
             trainers.close()
+
+
+def test_a_process_that_has_become_another_program_is_not_looked_at(tmp_path: Path) -> None:
+    """The signal of a look ends a program that does not handle it."""
+    with subprocess.Popen([sys.executable, "-c", BECOMES_ANOTHER], env=_env(tmp_path)) as trainer:
+        trainers = Trainers(tmp_path, [0])
+        try:
+            until(lambda: b"sleep" in Path(f"/proc/{trainer.pid}/cmdline").read_bytes()[:6], "the other program")
+            records = trainers.read()
+            assert records
+            trainers.request_stacks(records)
+            time.sleep(0.2)
+            assert trainer.poll() is None
+            assert trainers.sample(records)[0].gone
+        finally:
+            trainer.kill()
+            trainers.close()
+
+
+@pytest.mark.usefixtures("hook")
+def test_a_trainer_goes_on_where_nothing_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*of: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    marks = ProgressWriter(removed, 0)
+    shutil.rmtree(removed)
+    marks.on_event(NotFiniteFound(at_ns=0, step=5, tensors={"model.w": 3}))
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(progress, "_progress", None)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    assert find_progress().observers == ()
 
 
 def test_the_last_stack_counts() -> None:

@@ -1,6 +1,6 @@
 """A training loop for machines that fail: each step is kept in the memory of all hosts, and a bad one is taken back.
 
-    aiockpt run --nnodes 2:4 --nproc-per-node 2 --max-restarts 100 --rdzv-endpoint HEAD:29400 \\
+    aiockpt run --nnodes 2:4 --nproc-per-node 2 --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HEAD:29400 \\
         -m aiockpt.tools.examples.train_recovering /data/run-7
 
 A process that dies or hangs is started again by the launcher, and goes on after the last step. So does a host: what it
