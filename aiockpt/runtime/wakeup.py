@@ -187,11 +187,10 @@ class _WakeupSlot:
         """Restore the earlier handlers and descriptor, except where ours have been replaced."""
         for number, own in self._handlers.items():
             earlier = signal.SIG_DFL if own.earlier is None else own.earlier
-            if signal.getsignal(number) is not own:
-                continue
-            if own.is_held:
+            is_ours = signal.getsignal(number) is own
+            if is_ours and own.is_held:
                 atexit.register(own.ignore, number)
-            else:
+            elif is_ours:
                 signal.signal(number, earlier)
         self._handlers.clear()
         taken = signal.set_wakeup_fd(-1)
@@ -270,7 +269,7 @@ class _Handler:
                 except RuntimeError as error:
                     if number != signal.SIGCHLD or not self._slot.delays(error):
                         raise
-        if self.earlier is signal.SIG_DFL and not watched and signal.getsignal(number) is self and not self.is_held:
+        if self.earlier is signal.SIG_DFL and not (watched or self.is_held) and signal.getsignal(number) is self:
             signal.signal(number, signal.SIG_DFL)  # it was not restored where the last watch was closed
             signal.raise_signal(number)
 
