@@ -669,10 +669,10 @@ class Checkpointer:
             name: of the reader; each reader gets every step. One process at a time has a name.
             every_s: seconds between two polls while there is nothing new.
             newest: only the newest step is wanted each time; older ones are skipped.
-            follow: wait for steps to come; False ends where there is nothing new.
+            follow: wait for steps to come, also through an outage; False ends where there is nothing new.
 
         Raises: `UsageError` for an invalid name or time; and while it is iterated
-            StorageError: steps cannot be listed, or the record cannot be written.
+            StorageError: steps cannot be listed, or the record cannot be written: at first, or without *follow*.
         """
         return StepWatch(
             self.run_on_destination, self._parts.holds, name, every_s=every_s, newest=newest, follow=follow

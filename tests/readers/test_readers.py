@@ -1,5 +1,6 @@
 """Steps for readers: handed once to each, and kept while read, whatever is killed, deleted or saved meanwhile."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from aiockpt.testing.faults import Fault, FaultSchedule, FaultyBackend
 from aiockpt.tools.cli.main import app
 from tests.run_python import run_python
 from tests.small_run import small_checkpointer
-from tests.watch import until
+from tests.watch import Lines, until
 
 STATE: dict[str, Any] = {"weight": torch.arange(100.0), "value": 1}
 
@@ -382,6 +383,29 @@ def test_a_step_that_cannot_be_held_now_holds_up_no_other(tmp_path: Path, caplog
     assert "step 1 is not handed to eval now" in caplog.text
     manifest.write_bytes(whole)
     assert handed(tmp_path) == [1]
+
+
+def test_who_follows_waits_out_an_outage_and_notes_what_was_done_in_it(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    backend = FaultyBackend(LocalBackend(str(tmp_path)))
+    down = FaultSchedule([Fault(do="fail", times=None)], FaultyBackend.ACTIONS)
+    with Lines(logging.WARNING) as lines, small_checkpointer(backend) as ckpt:
+        steps = iter(ckpt.watch("eval", every_s=0.01))
+        assert [next(steps).step, next(steps).step] == [1, 2]
+        up, backend.schedule = backend.schedule, down
+        threading.Timer(1.0, setattr, (backend, "schedule", up)).start()
+        assert next(steps).step == 3
+        steps.close()  # type: ignore[attr-defined]
+    assert len(down.fired) > 2  # the note of step 2, then looks
+    assert sum(line.startswith("eval waits") for line in lines.said) == 1, lines.said
+    assert handed(tmp_path) == [3]
+
+
+def test_an_outage_at_first_is_told(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    backend = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="fail", verb="list", times=None)])
+    with small_checkpointer(backend) as ckpt, pytest.raises(aiockpt.StorageError):
+        next(iter(ckpt.watch("eval")))
 
 
 def test_notes_that_say_nothing_are_told_with_what_to_do(tmp_path: Path) -> None:

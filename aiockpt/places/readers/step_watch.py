@@ -6,6 +6,7 @@ restart. Guarantees:
 - A step is held while it is handed out: retention does not take it away (`aiockpt.places.readers.hold`).
 - A step counts as done when the reader comes back for the next one. A reader that fails, or is killed, gets it again.
 - A step that was saved again is handed out again; one that was only thinned, or copied, is not.
+- A reader that follows, and has begun, waits out an outage; what it has finished meanwhile is noted after it.
 - Nothing is promised for steps that retention deletes before the reader comes to them.
 """
 
@@ -24,7 +25,7 @@ import msgspec
 
 from aiockpt.engine.alone import Destination
 from aiockpt.engine.find import committed_steps
-from aiockpt.errors import CheckpointError, CorruptionError, ObjectNotFoundError, UsageError
+from aiockpt.errors import CheckpointError, CorruptionError, ObjectNotFoundError, StorageError, UsageError
 from aiockpt.format.document import described
 from aiockpt.futures import Future
 from aiockpt.options import check_amount
@@ -112,12 +113,13 @@ class StepWatch:
         self._follow = follow
         self._cursor: Cursor | None = None
         self._refused: CheckpointError | None = None
+        self._has_begun = self._is_away = False
         self._given_back: dict[str, tuple[float, float]] = {}
         """Attempt → when it may be handed out again, and how long the next wait is."""
 
     def __iter__(self) -> Iterator[WatchedStep]:
         while True:
-            new = self._run(f"look for steps for {self._name}", self._poll).result()
+            new = self._run(f"look for steps for {self._name}", self._look).result()
             if new is None and not self._follow:
                 self._end()
                 return
@@ -138,7 +140,7 @@ class StepWatch:
 
     async def __aiter__(self) -> AsyncIterator[WatchedStep]:
         while True:
-            new = await self._run(f"look for steps for {self._name}", self._poll)
+            new = await self._run(f"look for steps for {self._name}", self._look)
             if new is None and not self._follow:
                 self._end()
                 return
@@ -175,6 +177,25 @@ class StepWatch:
 
     # ------------------------------------------------------------------ on the loop
 
+    async def _look(self, destination: Destination) -> NewStep | None:
+        try:
+            new = await self._poll(destination)
+            if self._is_away:
+                await self._write_cursor(destination)  # as a note may have failed
+        except StorageError as error:
+            self._wait_out(error)
+            return None
+        self._has_begun, self._is_away = True, False
+        return new
+
+    def _wait_out(self, error: StorageError) -> None:
+        """Log the first error of an outage; but raise it at first, and without *follow*."""
+        if not (self._has_begun and self._follow):
+            raise error
+        if not self._is_away:
+            logger.warning("%s waits until its steps can be reached: %s", self._name, error)
+        self._is_away = True
+
     async def _poll(self, destination: Destination) -> NewStep | None:
         """Return the step to hand out next; None where there is nothing new."""
         if self._cursor is None:
@@ -206,6 +227,13 @@ class StepWatch:
             return
         self._given_back.pop(new.attempt, None)
         self._cursor.done |= {new.attempt, *new.older}
+        try:
+            await self._write_cursor(destination)
+        except StorageError as error:
+            self._wait_out(error)
+
+    async def _write_cursor(self, destination: Destination) -> None:
+        assert self._cursor is not None
         await _home(destination).put(self._key, msgspec.json.encode({"done": sorted(self._cursor.done)}))
 
     async def _read_cursor(self, backend: Backend) -> Cursor:
