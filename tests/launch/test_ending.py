@@ -58,14 +58,15 @@ stand()
 
 SCRIPT = "sleep 1000 & echo $! > child; wait"
 SAVES = """
-import pathlib, signal, subprocess, threading
+import pathlib, signal, subprocess, time
 from aiockpt.runtime.progress import find_progress
-told = threading.Event()
-signal.signal(signal.SIGTERM, lambda *of: told.set())
+told = []  # an Event may be locked by the very call that the signal interrupts
+signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
 worker = subprocess.Popen(["sleep", "1000"])
 find_progress().mark("train", 3)
 pathlib.Path("child").write_text(f"{worker.pid}\\n")
-told.wait()
+while not told:
+    time.sleep(0.01)
 assert worker.poll() is None
 pathlib.Path("outlived").touch()
 """
