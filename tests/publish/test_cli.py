@@ -6,16 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 import aiockpt
+from aiockpt.errors import StorageError
 from aiockpt.publish.published_place import PlaceNow, ReceiverNow
 from aiockpt.publish.receiver_notes import LIVES_S, ReceiverNote
+from aiockpt.tools.cli.commands import publishing
 from aiockpt.tools.cli.main import app
 from aiockpt.tools.cli.versions_view import view_place
 from tests.publish.policy import are_of, in_folder, publish, received, saved, state_of
@@ -93,6 +99,27 @@ def test_multiples_are_published_that_other_steps_have_followed(tmp_path: Path) 
             child.send_signal(signal.SIGTERM)
         child.communicate(timeout=120)
     assert received(tmp_path / "pub", tmp_path / "got") == [(1, 20)]
+
+
+def test_an_outage_while_steps_are_listed_ends_no_follower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "run", 10)
+    steps, calls = aiockpt.Checkpointer.steps, []
+
+    def listed(ckpt: aiockpt.Checkpointer) -> Any:
+        calls.append(ckpt)
+        if len(calls) == 1:
+            raise StorageError("the run's place is away")
+        return steps(ckpt)
+
+    def end() -> None:
+        until(lambda: (tmp_path / "pub" / "weight_v000000").exists(), "the version")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(aiockpt.Checkpointer, "steps", listed)
+    threading.Thread(target=end, daemon=True).start()
+    with pytest.raises(typer.Exit):
+        publishing._follow(str(tmp_path / "run"), aiockpt.Publish(tmp_path / "pub", every=10), False)
+    assert len(calls) > 1
 
 
 def test_a_step_that_cannot_be_published_is_tried_again_without_a_newer_one(tmp_path: Path) -> None:

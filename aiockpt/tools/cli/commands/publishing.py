@@ -83,20 +83,23 @@ def _follow(root: str, options: Publish, as_json: bool) -> None:
 
     name = f"publish-{digest128(str(options.dest).encode())[-12:]}"
     with ended_by_signals(), open_checkpointer(root) as ckpt:
-        last = None
-        for step in ckpt.watch(name, every_s=1.0, newest=True):
-            # Between two looks a multiple may come, and be followed by other steps.
-            valid = ((one.step, one.created_ns) for one in ckpt.steps().result() if one.problem is None)
-            due = next((one for one in valid if one[0] % (options.every or 1) == 0), None)
-            if due is None or due == last:
-                continue
+        due = last = None
+        for handed in ckpt.watch(name, every_s=1.0, newest=True):
+            step = handed.step
             try:
-                done = finish(ckpt.publish(due[0], options))
+                if options.every is not None:
+                    # Between two looks a multiple may come, and be followed by other steps.
+                    found = ((one.step, one.created_ns) for one in ckpt.steps().result() if one.problem is None)
+                    due = next((one for one in found if one[0] % options.every == 0), None)
+                    if due is None or due == last:
+                        continue
+                    step = due[0]
+                done = finish(ckpt.publish(step, options))
             except UsageError:
                 raise
             except CheckpointError as error:
-                show.problem(f"step {due[0]} is not published, and is tried again: {error}")
-                step.again()
+                show.problem(f"step {step} is not published, and is tried again: {error}")
+                handed.again()
                 continue
             last = due
             show.json_or(as_json, done, partial(_show, done))
@@ -133,7 +136,11 @@ def receive(
     with closing(versions), ended_by_signals():
         for version in versions:
             show.say(f"{show.mark(True)} version {version.version}, of step {version.step}: {escape(str(folder))}")
-            variables = {f"AIOCKPT_{one.upper()}": str(getattr(version, one)) for one in ("version", "step", "folder")}
+            variables = {
+                "AIOCKPT_VERSION": str(version.version),
+                "AIOCKPT_STEP": str(version.step),
+                "AIOCKPT_FOLDER": str(version.folder),
+            }
             if command is not None:
                 status = subprocess.run(command, shell=True, env={**os.environ, **variables}, check=False).returncode
                 if status:
