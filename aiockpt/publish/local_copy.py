@@ -78,10 +78,11 @@ class LocalCopy:
                 self._refuse_others()
             else:
                 self._map(record)
-        except (UsageError, OSError) as error:
+        except UsageError:
             self.close()
-            if isinstance(error, UsageError):
-                raise
+            raise
+        except OSError as error:
+            self.close()
             raise from_os_error(error, "opening", str(self.path)) from error
 
     def _take_lock(self) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import signal
 import socket
@@ -246,7 +245,7 @@ class _Handler:
 
     def __init__(self, slot: _WakeupSlot, earlier: Any) -> None:
         self.earlier = earlier
-        self.held_until_s = -math.inf
+        self.held_until_s = 0.0
         self._slot = slot
 
     @property
