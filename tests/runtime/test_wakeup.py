@@ -271,3 +271,14 @@ sys.exit(75)
         status=75,
     )
     assert done.stdout == "True\n"
+
+
+def test_a_handler_of_the_program_is_back_at_once_in_a_process_that_ends(heard: Heard) -> None:
+    def earlier(number: int, frame: FrameType | None) -> None: ...
+
+    signal.signal(signal.SIGUSR1, earlier)
+    try:
+        watch_signals([signal.SIGUSR1], heard).close(ends_within_s=200)
+        assert signal.getsignal(signal.SIGUSR1) is earlier
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
